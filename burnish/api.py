@@ -81,6 +81,7 @@ def train(
     data: AnyData = None,
     reward: RewardArgument = None,
     environment: str | None = None,
+    agent: str | None = None,
     overrides: Overrides = (),
     out: AnyPath | None = None,
     note: str | None = None,
@@ -101,7 +102,8 @@ def train(
     JSONL, Parquet, Arrow or CSV file, a pattern, a directory, "hf:ORG/NAME:SPLIT", a Dataset, a
     DatasetDict, a pandas DataFrame, or rows) and ``reward`` (a function of response text and row,
     "FILE.py:NAME", or several of them) replace the recipe's task. So does ``environment``, the
-    FILE.py:NAME of a class for multi-turn episodes (docs/agents.md). ``model`` may also be a pair
+    FILE.py:NAME of a class for multi-turn episodes, and ``agent``, the FILE.py:NAME of a function
+    that calls the policy with an OpenAI client (docs/agents.md). ``model`` may also be a pair
     of objects, a model and its tokenizer, from burnish or transformers. ``note`` and ``tags`` are
     recorded in the run and may be changed later (`Run.note`, `Run.tags`). ``stop`` is called
     between steps; if it returns True, the run saves a checkpoint and stops. So does a callback
@@ -117,7 +119,7 @@ def train(
         settings["model"] = hub.as_setting(settings["model"])
     changes = [parse_overrides(overrides), settings]
     given: dict[str, Any] = {"prompts": prompts, "data": data, "reward": reward}
-    recipe = recipe_of(recipe, changes, environment=environment, **given)
+    recipe = recipe_of(recipe, changes, environment=environment, agent=agent, **given)
     claimed = directory.claimed(None if out is None else Path(out), recipe.name)
     with claimed as path, progress_display(show, path.name):
         tell("check", "checking the recipe and its data")
@@ -176,32 +178,42 @@ def recipe_of(
     data: AnyData = None,
     reward: RewardArgument = None,
     environment: str | None = None,
+    agent: str | None = None,
 ) -> Recipe:
     """Load the recipe ``source`` and apply ``changes``, overrides of its settings.
 
     If ``prompts``, ``data`` or ``reward`` is given (see `train`), the recipe's task becomes the
-    task "files" with these prompts and this reward; only the tasks "environment", "pairs",
+    task "files" with these prompts and this reward; only the tasks "environment", "agent", "pairs",
     "preferences" and, if no reward is given, "judged" stay what they are. With ``environment``, it
-    becomes the task "environment". New prompts or data also replace the recipe's validation data:
-    held-out rows are taken from the new ones. The keywords task keeps its reward unless a new one
-    is given. Raise a ConfigError if both ``prompts`` and ``data`` are given, or if the reward of an
-    environment is a function.
+    becomes the task "environment", and with ``agent`` the task "agent". New prompts or data also
+    replace the recipe's validation data: held-out rows are taken from the new ones. The keywords
+    task keeps its reward unless a new one is given. Raise a ConfigError if both ``prompts`` and
+    ``data`` are given, if the reward of an environment is a function, or if an agent is given
+    together with a reward or an environment.
     """
-    if prompts is None and data is None and reward is None and environment is None:
+    given = {"prompts": prompts, "data": data, "reward": reward, "environment": environment}
+    if agent is None and all(value is None for value in given.values()):
         return load_recipe(source, changes)
+    if agent is not None and environment is not None:
+        raise ConfigError(f"agent = {agent!r} and environment = {environment!r}: give one of them")
     if prompts is not None and data is not None:
-        given = data if isinstance(data, str | os.PathLike) else type(data).__name__
-        raise ConfigError(f"prompts and data = {str(given)!r}: give one of the two")
+        kind = data if isinstance(data, str | os.PathLike) else type(data).__name__
+        raise ConfigError(f"prompts and data = {str(kind)!r}: give one of the two")
     if data is not None and not (isinstance(data, str | os.PathLike) or is_table_object(data)):
         prompts, data = data, None
     before = load_recipe(source).task
     name = parse_overrides(changes).get("task.name", before.name)
     name = name if environment is None else "environment"
-    is_written, has_turns = name in ("pairs", "preferences"), name == "environment"
+    name = name if agent is None else "agent"
+    is_written, has_turns = name in ("pairs", "preferences"), name in ("environment", "agent")
     keeps = is_written or has_turns or (name == "judged" and reward is None)
+    if name == "agent" and reward is not None:
+        raise ConfigError("an agent returns the reward itself; leave reward out")
     own: dict[str, Any] = {"name": name if keeps else "files"}
     if environment is not None:
         own["environment"] = environment
+    if agent is not None:
+        own["agent"] = agent
     if prompts is not None:
         own |= {"train": None, "rows": as_rows(prompts), "validation": None}
     elif data is not None:
@@ -368,6 +380,7 @@ def evaluate(
     *,
     model: Any = None,
     environment: str | None = None,
+    agent: str | None = None,
     overrides: Overrides = (),
     out: AnyPath | None = None,
     show: ShowArgument = None,
@@ -378,14 +391,15 @@ def evaluate(
 
     ``recipe`` may also be a run, whose trained model is then evaluated. ``model`` is another model
     to evaluate, as in ``train``; None for the model of the recipe or the run. ``environment``, the
-    FILE.py:NAME of a class, replaces the recipe's environment. ``settings`` and ``overrides``
+    FILE.py:NAME of a class, replaces the recipe's environment, and ``agent``, the FILE.py:NAME of a
+    function, its agent. ``settings`` and ``overrides``
     change the recipe's settings, as in ``train``. The directory ``out`` gets every
     response and a report; an evaluation that it already contains is not repeated, and a different
     one in it raises a RunError. By default it is runs/eval-NAME-HASH, where the hash covers
     everything that the results depend on.
     """
     changes = [parse_overrides(overrides), settings]
-    recipe = evaluation_recipe(recipe, hub.as_setting(model), changes, environment)
+    recipe = evaluation_recipe(recipe, hub.as_setting(model), changes, environment, agent)
     with progress_display(show, recipe.name):
         resolved = resolve(recipe)
         from burnish.engine.protocol import require
@@ -419,14 +433,15 @@ def evaluation_recipe(
     model: AnyPath | Table | None = None,
     changes: Sequence[str | Table] = (),
     environment: str | None = None,
+    agent: str | None = None,
 ) -> Recipe:
     """Return the recipe for evaluating a model, without its teacher and its trackers.
 
     ``source`` is a recipe (name, file, table or object) or the directory of a run: then the run's
     recipe is used with the model that the run trained and, if the run stored prompts, with these
     prompts. ``model`` is another model to evaluate; None for the model of ``source``.
-    ``environment`` replaces the recipe's environment; None to keep it. ``changes`` are overrides,
-    applied last; task.validation also replaces task.validation_rows = 0. Raise a
+    ``environment`` and ``agent`` replace the recipe's; None to keep them. ``changes`` are
+    overrides, applied last; task.validation also replaces task.validation_rows = 0. Raise a
     ``ConfigError`` if the run trained the sorting model, if the recipe is supervised, because its
     responses are not graded, or if no prompts are held out.
     """
@@ -446,6 +461,8 @@ def evaluation_recipe(
     if environment is not None:
         named = {"name": "environment", "environment": environment}
         own["task"] = own.get("task", {}) | named
+    if agent is not None:
+        own["task"] = own.get("task", {}) | {"name": "agent", "agent": agent}
     given = parse_overrides(changes)
     # Settings of the validation would be refused if there is none.
     others = {key: value for key, value in given.items() if not key.startswith("validation.")}

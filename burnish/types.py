@@ -96,6 +96,8 @@ class SequenceStart(NamedTuple):
     """Index in the response of the sequence's first token."""
     prompt: IntArray
     """[T] token ids before it, which are only context."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The messages in the prompt of an agent's conversation; empty for other sequences."""
 
 
 @dataclass(frozen=True)

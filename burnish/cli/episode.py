@@ -1,4 +1,5 @@
-"""``burnish generate --environment``: one episode, printed turn by turn while it is played."""
+"""``burnish generate --environment``: one episode, printed turn by turn while it is played. With
+``--agent``, its conversations are printed at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from burnish.launch.resolve import resolve
 from burnish.randomness import Stream
 from burnish.recipe.load import load_recipe
 from burnish.recipe.recipe import Recipe
-from burnish.recipe.tasks import EnvironmentTask
+from burnish.recipe.tasks import AgentTask, EnvironmentTask
 from burnish.types import Completion, Finish, SamplingParams, Turn
 
 KEPT = (
@@ -26,10 +27,15 @@ KEPT = (
 """Settings of a run's task that its model's episodes keep."""
 
 
+AGENT_KEPT = ("turns", "turn_tokens", "cpu_seconds", "wall_seconds", "memory_mb")
+"""The same settings of a run with an agent."""
+
+
 def episode_recipe(
     model: str,
-    environment: str,
+    environment: str | None,
     *,
+    agent: str | None = None,
     adapter: str | None = None,
     row: str | None = None,
     data: str | None = None,
@@ -37,8 +43,8 @@ def episode_recipe(
     turns: int | None = None,
     seed: int = 0,
 ) -> Recipe:
-    """Return a recipe that plays one episode: with ``row``, a JSON object, with a row of the file
-    ``data``, or with an empty row if both are None.
+    """Return a recipe that plays one episode of ``environment`` or ``agent``: with ``row``, a JSON
+    object, with a row of the file ``data``, or with an empty row if both are None.
 
     If the model is a run with an environment, the limits are those of the run, unless
     ``max_tokens`` or ``turns`` replace them. Raise a ConfigError
@@ -48,8 +54,13 @@ def episode_recipe(
     rollout: dict[str, Any] = {}
     if (file := Path(model) / "recipe.toml").is_file():
         trained = load_recipe(file)
-        if isinstance(trained.task, EnvironmentTask):
-            task |= {name: getattr(trained.task, name) for name in KEPT}
+        kept: tuple[str, ...] = ()
+        if isinstance(trained.task, EnvironmentTask) and environment is not None:
+            kept = KEPT
+        elif isinstance(trained.task, AgentTask) and agent is not None:
+            kept = AGENT_KEPT
+        if kept:
+            task |= {name: getattr(trained.task, name) for name in kept}
             rollout["max_tokens"] = trained.rollout.max_tokens
     if turns is not None:
         task["turns"] = turns
@@ -58,7 +69,8 @@ def episode_recipe(
     if row is not None and data is not None:
         raise ConfigError("--row and --data both name the row; give one of the two")
     task |= {"train": data} if data is not None else {"rows": [_parse_row(row or "{}")]}
-    task |= {"name": "environment", "environment": environment}
+    named_task = {"name": "environment", "environment": environment}
+    task |= named_task if agent is None else {"name": "agent", "agent": agent}
     named = {"name": model, "adapter": adapter}
     return load_recipe({"task": task, "model": named, "rollout": rollout, "seed": seed})
 
@@ -87,7 +99,7 @@ def play_episode(recipe: Recipe, temperature: float) -> bool:
 
         task, engine, _ = build_sampler(resolved)
     recipe = resolved.recipe
-    assert isinstance(recipe.task, EnvironmentTask)
+    assert isinstance(recipe.task, EnvironmentTask | AgentTask)
     with closing(task):
         prompt = task.prompt(0)
         assert prompt.episode is not None
@@ -96,7 +108,10 @@ def play_episode(recipe: Recipe, temperature: float) -> bool:
         first = [] if system is None else [{"role": "system", "content": system}]
         _print_messages([*first, *prompt.episode.messages])
         params = SamplingParams(temperature, max_tokens=recipe.rollout.max_tokens, seed=recipe.seed)
-        done = _played(engine, prompt, params)
+        is_agent = isinstance(recipe.task, AgentTask)
+        done = _played(engine, prompt, params, is_shown=not is_agent)
+        if is_agent:
+            _print_conversations(done)
     failed = any(turn.error is not None for turn in done.turns)
     end = _ending(done, recipe.task.turns, recipe.rollout.max_tokens)
     rewards = [turn.reward for turn in done.turns if turn.reward is not None]
@@ -105,8 +120,8 @@ def play_episode(recipe: Recipe, temperature: float) -> bool:
     return not failed
 
 
-def _played(engine: Any, prompt: Any, params: SamplingParams) -> Completion:
-    """Sample an episode, and print each turn when the environment has answered it."""
+def _played(engine: Any, prompt: Any, params: SamplingParams, *, is_shown: bool) -> Completion:
+    """Sample an episode; if ``is_shown``, print each turn when the environment has answered it."""
     from burnish.engine.protocol import Request
 
     name, shown, done = "episode", 0, list[Completion]()
@@ -117,6 +132,8 @@ def _played(engine: Any, prompt: Any, params: SamplingParams) -> Completion:
     )
     while not done:
         done = engine.step()
+        if not is_shown:
+            continue
         turns = done[0].turns if done else engine.turns_of(name)
         for number, turn in enumerate(turns[shown:], shown + 1):
             _print_turn(number, turn)
@@ -124,11 +141,24 @@ def _played(engine: Any, prompt: Any, params: SamplingParams) -> Completion:
     return done[0]
 
 
-def _print_turn(number: int, turn: Turn) -> None:
+def _print_conversations(done: Completion) -> None:
+    """Print the conversations of an agent, each from its first message."""
+    for number, turn in enumerate(done.turns, 1):
+        taken = turn.end > turn.start
+        for one in done.sequences if taken else ():
+            if one.start == turn.start:
+                _print_messages(one.messages)
+        _print_turn(number, turn, has_answer=number == len(done.turns))
+        if not taken and turn.error is not None:
+            print_text(f"── failed: {printable(turn.error)} ──")
+
+
+def _print_turn(number: int, turn: Turn, *, has_answer: bool = True) -> None:
     if turn.end > turn.start:
         print_text(f"── turn {number}, assistant: {counted(turn.end - turn.start, 'token')} ──")
         print_text(printable(turn.text))
-        print_text(f"── {_answer(turn)} ──")
+        if has_answer:
+            print_text(f"── {_answer(turn)} ──")
     _print_messages(turn.messages)
 
 
@@ -137,7 +167,8 @@ def _answer(turn: Turn) -> str:
     reward = [] if turn.reward is None else [f"reward {turn.reward:g}"]
     metrics = [f"{printable(name)} {value:g}" for name, value in turn.metrics.items()]
     error = [] if turn.error is None else [f"failed: {printable(turn.error)}"]
-    return ", ".join([f"environment: {1000 * turn.seconds:.1f} ms", *reward, *metrics, *error])
+    who = "agent" if "requests" in turn.metrics else "environment"
+    return ", ".join([f"{who}: {1000 * turn.seconds:.1f} ms", *reward, *metrics, *error])
 
 
 def _print_messages(messages: Sequence[Mapping[str, str]]) -> None:
@@ -153,9 +184,12 @@ def _ending(done: Completion, turns: int, tokens: int) -> str:
     if done.turns and (error := done.turns[-1].error) is not None:
         if not taken:
             return f"the environment did not start: {printable(error)}"
+        if "requests" in done.turns[-1].metrics:
+            return f"the agent failed after {count}"
         return f"the environment failed in turn {len(taken)}"
     if done.finish is Finish.STOP:
-        return f"ended by the environment after {count}"
+        who = "agent" if "requests" in done.turns[-1].metrics else "environment"
+        return f"ended by the {who} after {count}"
     if done.finish is Finish.ABORT:
         return f"aborted after {count}: the model's log-probabilities were not finite"
     if len(taken) >= turns:

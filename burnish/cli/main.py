@@ -72,6 +72,10 @@ EnvironmentOption = Annotated[
     str | None,
     Option("--environment", help="your own environment for multi-turn episodes, FILE.py:NAME"),
 ]
+AgentOption = Annotated[
+    str | None,
+    Option("--agent", help="your own agent, which calls the policy as an API, FILE.py:NAME"),
+]
 RunPath = Annotated[Path, Argument(help="a run directory")]
 Runtime = Annotated[str | None, Option(help="local, ray or torchrun")]
 Address = Annotated[str | None, Option(help="a Ray cluster to join, such as auto or HOST:PORT")]
@@ -134,12 +138,12 @@ def plan_command(
     data: Data = None,
     reward: RewardOption = None,
     environment: EnvironmentOption = None,
+    agent: AgentOption = None,
 ) -> None:
     """Print what a recipe will compute, its estimated duration, and its missing requirements."""
     changes = _changes(overrides, seed=seed)
-    loaded = api.recipe_of(
-        recipe, changes, data=data, reward=_one_or_all(reward), environment=environment
-    )
+    given: dict[str, Any] = {"data": data, "reward": _one_or_all(reward)}
+    loaded = api.recipe_of(recipe, changes, environment=environment, agent=agent, **given)
     rates = None
     with directory.claimed(out, loaded.name) as where, api.progress_display(None, loaded.name):
         tell("load", "loading torch to measure the model and the machine")
@@ -202,6 +206,7 @@ def train_command(
     data: Data = None,
     reward: RewardOption = None,
     environment: EnvironmentOption = None,
+    agent: AgentOption = None,
     runtime: Runtime = None,
     address: Address = None,
     note: NoteOption = None,
@@ -210,9 +215,8 @@ def train_command(
 ) -> None:
     """Run a recipe: sample, grade and learn, and record everything in a run directory."""
     changes = _changes(overrides, seed=seed, runtime=_runtime(runtime, address))
-    loaded = api.recipe_of(
-        recipe, changes, data=data, reward=_one_or_all(reward), environment=environment
-    )
+    given: dict[str, Any] = {"data": data, "reward": _one_or_all(reward)}
+    loaded = api.recipe_of(recipe, changes, environment=environment, agent=agent, **given)
     _run(loaded, out, quiet=quiet, note=note, tags=tags or ())
 
 
@@ -442,6 +446,7 @@ def evaluate_command(
     environment: Annotated[
         str | None, Option(help="another environment for its episodes, FILE.py:NAME")
     ] = None,
+    agent: Annotated[str | None, Option(help="another agent, FILE.py:NAME")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
     out: Annotated[Path | None, Option(help="a directory for the responses")] = None,
@@ -451,7 +456,8 @@ def evaluate_command(
     named = {f"validation.{key}": value for key, value in sampling.items()}
     changes = _changes(overrides, seed=seed, **named)
     chosen = [
-        api.evaluation_recipe(recipe, name, changes, environment) for name in model or (None,)
+        api.evaluation_recipe(recipe, name, changes, environment, agent)
+        for name in model or (None,)
     ]
     for one in chosen:  # check all of them before the first one runs
         raise_problems(find_problems(one))
@@ -522,15 +528,17 @@ def generate_command(
     environment: Annotated[
         str | None, Option(help="play one episode with FILE.py:NAME, turn by turn")
     ] = None,
+    agent: Annotated[str | None, Option(help="run one episode of an agent, FILE.py:NAME")] = None,
     row: Annotated[str | None, Option(help="the episode's row, a JSON object")] = None,
     data: Annotated[str | None, Option(help="rows, of which the seed selects one")] = None,
     turns: Annotated[
         int | None, Option(min=1, help="limit of the episode", show_default="its run's, or 16")
     ] = None,
 ) -> None:
-    """Sample responses from a model and print them, or play one episode with an environment."""
+    """Sample responses from a model and print them, or play one episode with an environment or an
+    agent."""
     words = prompt or []
-    if environment is not None:
+    if environment is not None or agent is not None:
         from burnish.cli import episode
 
         chosen = [*words, *([model] if model else [])]
@@ -540,7 +548,7 @@ def generate_command(
                 "write `burnish generate MODEL --environment FILE.py:NAME`"
             )
         given: dict[str, Any] = {"adapter": adapter, "row": row, "data": data, "seed": seed}
-        given |= {"max_tokens": max_tokens, "turns": turns}
+        given |= {"max_tokens": max_tokens, "turns": turns, "agent": agent}
         recipe = episode.episode_recipe(chosen[0], environment, **given)
         raise typer.Exit(0 if episode.play_episode(recipe, temperature) else 1)
     if not words or (row, data, turns) != (None, None, None):

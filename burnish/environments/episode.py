@@ -32,6 +32,7 @@ from burnish.environments.loading import LoadedEnvironment, exception_text
 from burnish.environments.protocol import (
     Environment,
     EnvironmentCall,
+    InvalidResult,
     Observation,
     failed_observation,
     read_observation,
@@ -145,7 +146,7 @@ def _encoded(
         reply = json.dumps(run()).encode()
     except MemoryError:
         raise
-    except _InvalidValue as error:
+    except InvalidResult as error:
         return json.dumps({"error": str(error)}).encode()
     except BaseException as error:
         return json.dumps({"error": exception_text(error, loaded.file)}).encode()
@@ -155,16 +156,12 @@ def _encoded(
     return reply
 
 
-class _InvalidValue(Exception):
-    """The environment returned a value against the rules; not an exception of its own code."""
-
-
 def _checked(value: Any, call: EnvironmentCall) -> dict[str, Any]:
     assert call != "close"
     try:
         found = read_observation(value, call)
     except ValueError as error:
-        raise _InvalidValue(str(error)) from None
+        raise InvalidResult(str(error)) from None
     return {name: getattr(found, name) for name in ("messages", "reward", "done", "metrics")}
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from burnish.console.text import printable
+from burnish.environments.agent import AgentSettings
 from burnish.environments.episode import EnvironmentLimits as EnvironmentLimits
 from burnish.environments.loading import split_spec
 from burnish.environments.protocol import EnvironmentCall, Observation, failed_observation
@@ -146,11 +147,11 @@ class EnvironmentPool:
         self,
         spec: str,
         limits: EnvironmentLimits | None = None,
-        tools: ToolSettings | None = None,
+        tools: ToolSettings | AgentSettings | None = None,
     ) -> None:
         """``spec`` is FILE.py:NAME. If ``limits`` is None, the defaults of `EnvironmentLimits`
-        apply; if ``tools`` is None, there are none. Raise a DataError if ``spec`` has another
-        form."""
+        apply; if ``tools`` is None, there are none, and `AgentSettings` say that ``spec`` names an
+        agent. Raise a DataError if ``spec`` has another form."""
         path, name = split_spec(spec)
         self.spec = f"{path}:{name}"
         self.limits, self._tools = limits or EnvironmentLimits(), tools
@@ -263,6 +264,14 @@ class EnvironmentPool:
                     break
             self._wait(done)
             return {record.name: record.latest for record in done}
+
+    @property
+    def readable(self) -> list[Connection]:
+        """The connection on which the next answer of a called environment arrives, to wait for it
+        together with others; empty if no environment is called."""
+        with self._lock:
+            supervisor = self._supervisor if self._owner == os.getpid() else None
+            return [] if supervisor is None or not self._pending else [supervisor.connection]
 
     def end(self, names: Iterable[str], *, waits: bool = True) -> None:
         """Call ``close`` of the named episodes' environments, and end their processes, also if they

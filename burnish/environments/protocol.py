@@ -53,6 +53,10 @@ class ToolError(Exception):
     """A failed call of a tool; the model reads the text, without the name of this class."""
 
 
+class InvalidResult(Exception):
+    """A result against the rules, which is not an exception of the user's code."""
+
+
 class Environment(Protocol):
     """One episode's environment. ``close`` and the attribute ``deterministic`` are optional."""
 

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from burnish.environments.agent import AgentSettings, load_agent
 from burnish.environments.descendants import (
     child_processes,
     exit_text,
@@ -113,17 +114,22 @@ class EpisodeSupervisor:
         pool: Connection,
         limits: EnvironmentLimits,
         spec: str,
-        tools: ToolSettings | None,
+        kind: ToolSettings | AgentSettings | None,
         script: Path | None,
     ) -> None:
-        """Load the environment ``spec`` and the tools. ``script`` is the running script, of which
-        only the definitions are executed. Raise a DataError if one of them can't be loaded."""
+        """Load ``spec``, an environment, whose model has the tools of ``kind`` if it names any, or
+        an agent. ``script`` is the running script, of which only the definitions are executed.
+        Raise a DataError if the file or a tool can't be loaded."""
         os.set_inheritable(pool.fileno(), False)
         self.pool = pool
         self.limits = limits
-        self.loaded = load_environment(spec, is_script=split_spec(spec)[0] == script)
-        if tools is not None:
-            self.loaded = add_tools(self.loaded, tools, script)
+        is_script = split_spec(spec)[0] == script
+        if isinstance(kind, AgentSettings):
+            self.loaded = load_agent(spec, kind, is_script=is_script)
+        else:
+            self.loaded = load_environment(spec, is_script=is_script)
+            if kind is not None:
+                self.loaded = add_tools(self.loaded, kind, script)
         self.own_children = child_processes()  # processes that the file itself has started
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)

@@ -35,6 +35,7 @@ from burnish.recipe.costs import PAGE, Need
 from burnish.recipe.engine import AnyEngine, SglangConfig
 from burnish.recipe.models import AnyModel, SorterConfig
 from burnish.recipe.tasks import SortTask
+from burnish.rollout.agents import AgentEngine
 from burnish.rollout.episodes import EpisodeEngine
 
 ROUGH = 1.0
@@ -118,7 +119,7 @@ def tolerance(engine_precision: str, train_precision: str) -> float:
 def inner_engine(engine: Engine) -> Engine:
     """Return the engine that samples: the one inside an engine of episodes, or the engine
     itself."""
-    return engine.engine if isinstance(engine, EpisodeEngine) else engine
+    return engine.engine if isinstance(engine, EpisodeEngine | AgentEngine) else engine
 
 
 def attach(

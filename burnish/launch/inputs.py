@@ -16,7 +16,7 @@ from burnish.graders import rewards
 from burnish.launch.models import ModelSource
 from burnish.launch.preflight import files_of_task
 from burnish.recipe.objective.objective import ObjectiveConfig
-from burnish.recipe.tasks import EnvironmentTask, FilesTask, RowsTask
+from burnish.recipe.tasks import AgentTask, EnvironmentTask, FilesTask, RowsTask
 from burnish.runs import checkpoints
 from burnish.runs.directory import to_jsonl, version_of
 from burnish.tasks.data.names import parse_data_name
@@ -139,6 +139,8 @@ def _hash_task(task: Any) -> Iterator[tuple[str, str]]:
     graded = isinstance(task, FilesTask | EnvironmentTask)
     if graded and task.reward and task.reward not in rewards.BUILT_IN:
         yield "reward", hash_files([Path(task.reward.rpartition(":")[0])])
+    if isinstance(task, AgentTask):
+        yield "agent", hash_files([Path(task.agent.rpartition(":")[0])])
     if isinstance(task, EnvironmentTask):
         if task.environment and ":" in task.environment:
             yield "environment", hash_files([Path(task.environment.rpartition(":")[0])])

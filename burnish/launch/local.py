@@ -44,7 +44,17 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.recipe.load import with_steps
 from burnish.recipe.runtime import BufferConfig, LaggedLoop
-from burnish.recipe.tasks import EnvironmentTask, MixtureTask, PairsTask, PreferencesTask, SortTask
+from burnish.recipe.tasks import (
+    AgentsTask,
+    EnvironmentTask,
+    MixtureTask,
+    PairsTask,
+    PreferencesTask,
+    SortTask,
+)
+from burnish.rollout.agent_answers import AgentAnswers
+from burnish.rollout.agent_server import AgentServer
+from burnish.rollout.agents import AgentEngine, AgentLimits
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.episodes import EpisodeEngine, EpisodeLimits
 from burnish.rollout.length import check_phrase
@@ -52,7 +62,18 @@ from burnish.rollout.packing import cut, pack
 from burnish.rollout.reward_model import LearnedReward
 from burnish.rollout.step_values import make_step_sampler
 from burnish.runs.metrics import Metrics
-from burnish.tasks import environment, gym, judged, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import (
+    agent,
+    environment,
+    gym,
+    judged,
+    keywords,
+    math,
+    mixture,
+    pairs,
+    sorting,
+    text,
+)
 from burnish.tasks.solve_rates import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -68,6 +89,7 @@ TASKS: dict[str, Any] = {
     "gym": gym.make_gym,
     "judged": judged.make_judged,
     "environment": environment.make_environment,
+    "agent": agent.make_agents,
 }
 """Functions that build a language task, by the task's name in a recipe."""
 
@@ -238,7 +260,47 @@ def build_sampler(resolved: Resolved) -> tuple[Task, Engine, Decode]:
             history=resolved.recipe.rollout.history,
             total=resolved.recipe.train.micro_tokens,
         )
+    if isinstance(task, agent.AgentEpisodes):
+        engine = with_agents(
+            resolved.source,
+            engine,
+            task.config,
+            task.agents,
+            history=resolved.recipe.rollout.history,
+            total=resolved.recipe.train.micro_tokens,
+        )
+        task.closing.callback(engine.server.close)
     return task, engine, decode
+
+
+def with_agents(
+    source: ModelSource,
+    engine: Engine,
+    config: AgentsTask,
+    agents: EnvironmentPool,
+    *,
+    history: str,
+    total: int | None,
+) -> AgentEngine:
+    """Return an engine that samples episodes of ``agents``, whose processes have started. The
+    caller closes its server. ``history`` and ``total`` are as in `with_environments`."""
+    limits = AgentLimits(
+        context=source.shape.context,
+        turns=config.turns,
+        turn_tokens=config.turn_tokens,
+        total=total,
+        seconds=config.wall_seconds,
+        live=config.live,
+    )
+    return AgentEngine(
+        engine,
+        agents,
+        AgentServer("policy", source.shape.context),
+        AgentAnswers(source.tokenizer, config.tool_format, now=text.TODAY),
+        limits,
+        config.pace,
+        follows=history == "template",
+    )
 
 
 def with_environments(
@@ -287,11 +349,14 @@ def with_environments(
 
 
 def _waiting_time(task: Task) -> Callable[[], float] | None:
-    """Return a function that returns the seconds for which a task's environments were waited for so
-    far; None if the task has no environments."""
-    if not isinstance(task, environment.EpisodeTask):
+    """Return a function that returns the seconds for which a task's environments or agents were
+    waited for so far; None if the task has none."""
+    if isinstance(task, agent.AgentEpisodes):
+        pool = task.agents
+    elif isinstance(task, environment.EpisodeTask):
+        pool = task.environments
+    else:
         return None
-    pool = task.environments
     return lambda: pool.waited
 
 

@@ -27,6 +27,8 @@ from burnish.recipe.models import AnyModel, LanguageConfig, ScratchConfig, Sorte
 from burnish.recipe.objective.objective import check_functions
 from burnish.recipe.recipe import Recipe, TrainConfig
 from burnish.recipe.tasks import (
+    AgentsTask,
+    AgentTask,
     EnvironmentTask,
     FilesTask,
     GymTask,
@@ -50,6 +52,7 @@ EXTRAS = {
     "mlflow": ("mlflow", "the tracker MLflow (log.trackers)"),
     "trackio": ("trackio", "the tracker Trackio (log.trackers)"),
     "serve": ("uvicorn", "the endpoint of `burnish serve`"),
+    "agents": ("openai", "the client that agents call the policy with"),
     "ray": ("ray", "sampling and learning in processes of their own (--runtime ray)"),
 }
 """Optional dependencies: for each extra, a module that it installs, and the extra's purpose."""
@@ -153,6 +156,9 @@ def check_task_extras(tasks: Mapping[str, Any]) -> None:
             require_extra("math", "task.name = 'math'")
         if isinstance(task, GymTask):
             require_extra("gym", f"the generator {task.generator}")
+        if isinstance(task, AgentsTask):
+            require_extra("serve", f"task.name = '{task.name}'")
+            require_extra("agents", f"task.name = '{task.name}'")
         for key, name in files_of_task(task).items():
             if name is not None and parse_data_name(name).is_table:
                 require_extra("data", f"task.{key} = {name!r}")
@@ -191,7 +197,7 @@ def check_live(tasks: Mapping[str, Any]) -> None:
     """Raise a ConfigError if a task may run more environments at once than this machine allows
     processes."""
     for key, task in tasks.items():
-        if isinstance(task, EnvironmentTask):
+        if isinstance(task, EnvironmentTask | AgentsTask):
             most = hardware.processes() - SPARE_PROCESSES
             if task.live > most:
                 raise ConfigError(
@@ -206,7 +212,7 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
     fails for made-up responses (see ``trial.try_reward``), if an environment can't be loaded or
     reset, or if a judge does not answer a test request. ``trains``: also if no training row is
     left."""
-    from burnish.tasks import environment, judged, math, pairs, rows, text
+    from burnish.tasks import agent, environment, judged, math, pairs, rows, text
 
     for task in tasks.values():
         if isinstance(task, FilesTask):
@@ -233,6 +239,9 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
             if task.reward is not None and task.environment is None:
                 tried = environment.row_with_messages(row["row"])
                 trial.try_reward(task.reward, environment.reward_limits(task), tried, max_errors)
+        if isinstance(task, AgentTask):
+            loaded = agent.load_agent_rows(task, seed)
+            agent.try_agent(task)
         if isinstance(task, RowsTask) and trains:
             rows.check_trainable(*loaded)
         if isinstance(task, JudgedTask | EnvironmentTask) and task.judge is not None:

@@ -34,10 +34,11 @@ from burnish.machine import folders
 from burnish.recipe.costs import shared_memory
 from burnish.recipe.recipe import Recipe
 from burnish.recipe.runtime import FreeLoop, RayRuntime
-from burnish.recipe.tasks import EnvironmentTask
+from burnish.recipe.tasks import AgentTask, EnvironmentTask
 from burnish.rollout.dead_groups import make_replacer
 from burnish.rollout.step_values import make_step_sampler
 from burnish.runs.metrics import Timers
+from burnish.tasks.agent import open_agents
 from burnish.tasks.environment import start_environments
 from burnish.types import Group
 
@@ -152,6 +153,15 @@ def make_generator(recipe: Recipe) -> GeneratorWorker:
             engine,
             recipe.task,
             environments,
+            history=recipe.rollout.history,
+            total=recipe.train.micro_tokens,
+        )
+    if isinstance(recipe.task, AgentTask):
+        engine = local.with_agents(
+            resolved.source,
+            engine,
+            recipe.task,
+            open_agents(recipe.task).start(),
             history=recipe.rollout.history,
             total=recipe.train.micro_tokens,
         )

@@ -31,6 +31,7 @@ from burnish.recipe.recipe import Recipe, RolloutConfig, TrainConfig, Validation
 from burnish.recipe.runtime import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, RayRuntime
 from burnish.recipe.selection import SelectionConfig
 from burnish.recipe.tasks import (
+    AgentsTask,
     AnyTask,
     EnvironmentTask,
     JudgedTask,
@@ -126,6 +127,8 @@ def _task_lines(recipe: Recipe, size: Size | None) -> Lines:
         lines += _history_lines(size.rewriting_roles, rollout.history)
     if isinstance(recipe.task, EnvironmentTask):
         lines += _environment_lines(recipe.task, rollout)
+    if isinstance(recipe.task, AgentsTask):
+        lines += _agent_lines(recipe.task, rollout)
     weights = getattr(recipe.task, "weights", {"": 1.0})
     return lines + _judge_lines(recipe.parts, weights, recipe.objective.advantage, rollout)
 
@@ -174,6 +177,27 @@ def _environment_lines(task: EnvironmentTask, rollout: RolloutConfig) -> Lines:
         ("reward", f"r_i = Σ over the turns of the environment's rewards; without any, {graded}"),
         ("environments", f"{most:,} processes at a time; a call may take {limits}"),
         ("order", pace),
+    ]
+
+
+def _agent_lines(task: AgentsTask, rollout: RolloutConfig) -> Lines:
+    """Return lines on the episodes of agents: their limits, their reward and their order."""
+    own = "" if task.turn_tokens is None else f" of at most {task.turn_tokens:,} tokens"
+    episode = f"at most {counted(task.turns, 'answered request')}{own}"
+    limits = f"{task.wall_seconds:g} s of its own, {task.cpu_seconds:g} s of CPU time"
+    limits = f"{limits}, {task.memory_mb:,} MB"
+    order = (
+        "requests wait until every episode has one; parallel requests of one episode arrive in any "
+        "order, so a run that has them does not repeat bit for bit"
+    )
+    if task.pace == "free":
+        order = "requests are answered as they arrive: a repeated run differs"
+    return [
+        ("episode", f"{episode}; {rollout.max_tokens:,} tokens of responses in all"),
+        ("learned", "every answer, in the context in which it was sampled"),
+        ("reward", "r_i = the agent's result; an agent that fails is an error, never 0"),
+        ("agents", f"{min(task.live, rollout.batch):,} processes at a time; one may take {limits}"),
+        ("order", order),
     ]
 
 

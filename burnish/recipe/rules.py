@@ -33,7 +33,7 @@ from burnish.recipe.runtime import (
     TorchrunRuntime,
 )
 from burnish.recipe.selection import SelectionConfig
-from burnish.recipe.tasks import AnyTask, EnvironmentTask, SortTask
+from burnish.recipe.tasks import AgentsTask, AnyTask, EnvironmentTask, SortTask
 from burnish.recipe.trainable import AnyLearning
 
 LANGUAGE = [
@@ -101,14 +101,15 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     yield partial(check_task_rules, task, model, train)
     yield partial(check_target_rules, recipe.validation, task, recipe.target_metric)
     if not recipe.is_supervised:
-        if not isinstance(task, EnvironmentTask):
+        if not isinstance(task, EnvironmentTask | AgentsTask):
             yield partial(check_sampled_metric, recipe.validation)
         yield partial(check_patience, recipe.validation, train.steps)
     if isinstance(task, SortTask) == model.is_language:
         return
-    if isinstance(task, EnvironmentTask):
-        if isinstance(advantage, Vine):  # its own rules would give other remedies
-            yield partial(check_environment_rules, advantage.name)
+    if isinstance(task, EnvironmentTask | AgentsTask):
+        refused = Vine if isinstance(task, EnvironmentTask) else Vine | Remax
+        if isinstance(advantage, refused):  # its own rules would give other remedies
+            yield partial(check_environment_rules, task.name, advantage.name)
             return
         yield partial(check_turn_rules, task, rollout)
     if recipe.on_mesh:
@@ -159,16 +160,16 @@ def check_task_rules(task: Section, model: AnyModel, train: TrainConfig) -> None
         )
 
 
-def check_environment_rules(advantage: str) -> None:
+def check_environment_rules(task: str, advantage: str) -> None:
     """Raise a ConfigError: an advantage that samples further responses, to prompts or from inside
     of responses, does not work with multi-turn episodes yet."""
     raise ConfigError(
-        f"task.name = 'environment' can't be combined with objective.advantage.name = "
+        f"task.name = '{task}' can't be combined with objective.advantage.name = "
         f"'{advantage}' yet; use objective.advantage.name = 'group_mean'"
     )
 
 
-def check_turn_rules(task: EnvironmentTask, rollout: RolloutConfig) -> None:
+def check_turn_rules(task: EnvironmentTask | AgentsTask, rollout: RolloutConfig) -> None:
     """Raise a ConfigError unless the minimum length and the think budget of a turn are below its
     maximum length."""
     most = task.turn_tokens
@@ -195,7 +196,7 @@ def check_turn_credit(advantage: Advantage, task: AnyTask) -> None:
     if isinstance(advantage, Gae):
         setting, other = f"objective.advantage.over = '{advantage.over}'", "gae"
     raise ConfigError(
-        f"{setting} needs the turns of episodes, which task.name = '{task.name}' does not have; "
+        f"{setting} needs the turns of an environment, which task.name = '{task.name}' does not have; "
         f"use objective.advantage = '{other}'"
     )
 
@@ -655,6 +656,7 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
     task = recipe.task if isinstance(recipe.task, EnvironmentTask) else None
     tools = None if task is None else task.tools
     by_turn = task is not None and task.turn_temperatures is not None
+    episodic = EnvironmentTask | AgentsTask
     rules: list[tuple[str, bool, list[str]]] = [
         ("task.turn_temperatures", by_turn, ["rollout.temperature"]),
         ("task.tools", tools == [], ["task.tool_format", "task.tool_seconds"]),
@@ -679,7 +681,8 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
         ("engine.url", is_served, SERVED),
         ("runtime.name", isinstance(recipe.runtime, LocalRuntime), ["mesh"]),
         ("model.name", not recipe.model.is_language, LANGUAGE),
-        ("task.name", not isinstance(recipe.task, EnvironmentTask), ["rollout.history"]),
+        ("task.name", not isinstance(recipe.task, episodic), ["rollout.history"]),
+        ("task.name", isinstance(recipe.task, AgentsTask), ["task.system"]),
         ("objective.loss.name", "ratio" not in loss.reads, ["objective.ratio"]),
         ("objective.loss.name", not is_compared, ["objective.proximal"]),
         ("objective.advantage.name", is_unscaled, ["task.scales"]),

@@ -399,6 +399,47 @@ class EnvironmentTask(RowsTask):
         return self
 
 
+class AgentsTask(RowsTask):
+    """Base class of tasks whose episodes are runs of an agent, which calls the policy through an
+    OpenAI-compatible server."""
+
+    name: str
+    tool_format: Literal["hermes", "llama", "plain"] | None = Field(
+        None, description="how the model writes calls; None: as its chat template does"
+    )
+    turns: int = Field(
+        64, ge=1, description="requests after which an episode is truncated; each has an answer"
+    )
+    turn_tokens: int | None = Field(
+        None, ge=1, description="maximum length of an answer; None: only that of the responses"
+    )
+    pace: Literal["lockstep", "free"] = Field(
+        "lockstep",
+        description="requests wait until every episode has one, so that runs repeat bit for bit "
+        "(lockstep), or are answered as they arrive (free)",
+    )
+    live: int = Field(
+        64, ge=1, description="episodes that an engine runs at once, each in a process of its own"
+    )
+    cpu_seconds: float = Field(60.0, gt=0, description="CPU time limit per episode")
+    wall_seconds: float = Field(
+        300.0, gt=0, description="wall time limit per episode, without the time of the policy"
+    )
+    memory_mb: int = Field(
+        1024, ge=1, description="memory limit per episode, beyond what the agent's file loads"
+    )
+
+
+class AgentTask(AgentsTask):
+    """Runs of your own agent, a function that calls the policy through an OpenAI client."""
+
+    name: Literal["agent"] = "agent"
+    agent: str = Field(
+        pattern=r"^.+\.py:\w+$",
+        description="FILE.py:NAME of a function: async def run(client, row) -> reward",
+    )
+
+
 class SupervisedTask(PromptsTask):
     """Base class of the tasks of supervised runs: rows with given responses."""
 
@@ -449,7 +490,7 @@ class MixtureTask(Section):
 
 
 AnyTask = Annotated[
-    SortTask | Part | EnvironmentTask | PairsTask | PreferencesTask | MixtureTask,
+    SortTask | Part | EnvironmentTask | AgentTask | PairsTask | PreferencesTask | MixtureTask,
     BY_NAME,
     named("sort"),
 ]

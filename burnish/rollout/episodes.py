@@ -37,6 +37,7 @@ from burnish.environments.pool import EnvironmentPool
 from burnish.environments.protocol import Observation
 from burnish.model.conversation import ConversationFormat
 from burnish.model.tokenizer import Tokenizer
+from burnish.rollout.turns import extended, inserted_after, turn_text, without_tokens
 from burnish.types import (
     Completion,
     Finish,
@@ -373,7 +374,8 @@ class EpisodeEngine:
         following = replace(play, messages=[*spoken, *messages])
         begun = None
         if not self._follows or self._conversation.appends(spoken, messages):
-            begun = self._extended(turn, messages)
+            last = int(turn.token_ids[-1])
+            begun = extended(turn, inserted_after(last, self._conversation, messages))
         else:
             prompt = self._conversation.open(following.messages)
             following = following.in_new_sequence(prompt)
@@ -471,21 +473,9 @@ class EpisodeEngine:
 
     def _read(self, play: _Play, turn: Completion) -> Turn:
         """Return the current turn of an episode, without the environment's answer."""
-        text = self._text(turn.token_ids[play.start :], turn.stop)
+        text = turn_text(self._tokenizer, turn.token_ids[play.start :], turn.stop)
         start, end = play.position + play.start, play.position + len(turn.token_ids)
         return Turn(start, end, text, (), None, {}, None)
-
-    def _text(self, ids: IntArray, stop: str | int | None) -> str:
-        """Return the text of a turn, up to the end of the stop string that its last token has
-        completed."""
-        if not isinstance(stop, str):
-            return self._tokenizer.decode(ids, skip_special=True)
-        read, text, fresh = self._tokenizer.stream(), "", ""
-        for token in ids.tolist():
-            fresh = read(token) or ""
-            text += fresh
-        at = text.find(stop, max(0, len(text) - len(fresh) - len(stop) + 1))
-        return text[: at + len(stop)]
 
     def _answered(self, turn: Turn, found: Observation) -> Turn:
         """Return a turn with the environment's answer, whose long messages are truncated."""
@@ -505,25 +495,9 @@ class EpisodeEngine:
         ids = self._tokenizer.encode(self._tokenizer.mask(text), add_special=False)
         return text if len(ids) <= most else self._tokenizer.decode(ids[:most]) + CUT
 
-    def _extended(self, turn: Completion, messages: Sequence[Mapping[str, str]]) -> Completion:
-        """Return a response that continues after the environment's messages. If the policy did not
-        end its turn with the template's end token, that token is inserted before them."""
-        ended = turn.token_ids[-1] == self._conversation.end_id
-        inserted = [] if ended else [self._conversation.inserted_end]
-        inserted.append(self._conversation.between(messages))
-        ids = np.concatenate(inserted)
-        count = len(ids)
-        return replace(
-            turn,
-            token_ids=np.concatenate([turn.token_ids, ids]).astype(np.int32),
-            logprobs=np.append(turn.logprobs, np.zeros(count, np.float32)),
-            versions=np.append(turn.versions, np.repeat(turn.versions[-1:], count)),
-            sampled=np.append(turn.sampled, np.zeros(count, np.bool_)),
-        )
-
     def _finished(self, play: _Play, finish: Finish, limit: Limit | None = None) -> Completion:
         """Build the completion of an episode. ``limit`` has truncated it."""
-        last = play.turn or self._nothing(play)
+        last = play.turn or _nothing(play)
         parts = [*play.earlier, last]
         streams: dict[str, Any] = {
             name: np.concatenate([getattr(c, name) for c in parts]) for name in STREAMS
@@ -544,23 +518,12 @@ class EpisodeEngine:
 
     def _failed(self, play: _Play, error: str) -> Completion:
         """Build the completion of an episode whose environment did not start."""
-        return replace(self._nothing(play), turns=(Turn(0, 0, "", (), None, {}, error),))
+        return replace(_nothing(play), turns=(Turn(0, 0, "", (), None, {}, error),))
 
-    def _nothing(self, play: _Play) -> Completion:
-        """Return the completion of an episode without tokens."""
-        request, nothing = play.request, np.zeros(0, np.int32)
-        return Completion(
-            request.request_id,
-            play.sample,
-            token_ids=nothing,
-            logprobs=np.zeros(0, np.float32),
-            versions=nothing,
-            sampled=np.zeros(0, np.bool_),
-            params=request.params,
-            finish=Finish.STOP,
-            stop=None,
-            text="",
-        )
+
+def _nothing(play: _Play) -> Completion:
+    """Return the completion of an episode without tokens."""
+    return without_tokens(play.request.request_id, play.sample, play.request.params)
 
 
 def _play(request: Request, sample: int) -> _Play:

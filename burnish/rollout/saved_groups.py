@@ -103,7 +103,7 @@ def _episode(c: Completion) -> dict[str, Any]:
     responses. The seconds of turns are left out, so that checkpoints of equal runs are equal."""
     if not c.turns:
         return {}
-    sequences = [(one.start, one.prompt.tolist()) for one in c.sequences]
+    sequences = [(one.start, one.prompt.tolist(), one.messages) for one in c.sequences]
     turns = [turn._replace(seconds=0.0)._asdict() for turn in c.turns]
     fields = {"turns": turns, "sequences": sequences}
     return {"episode": fields | {"limit": c.limit and str(c.limit), "first": c.first_messages}}
@@ -116,7 +116,8 @@ def _load_episode(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "turns": tuple(turns),
         "sequences": tuple(
-            SequenceStart(start, np.array(prompt, np.int32)) for start, prompt in saved["sequences"]
+            SequenceStart(start, np.array(prompt, np.int32), tuple(messages))
+            for start, prompt, messages in saved["sequences"]
         ),
         "limit": saved["limit"] and Limit(saved["limit"]),
         "first_messages": None if first is None else tuple(first),

@@ -123,7 +123,8 @@ def _episode(
     "first_messages" are the messages before the first turn. "turns" has one dict per turn with the
     fields of `Turn` except its seconds, which differ whenever the run is repeated. "limit" is the
     limit that truncated the episode, None if none did. "sequences", if there are any, are the
-    sequences with prompts of their own: the index of the first token, and the prompt.
+    sequences with prompts of their own: the index of the first token, the prompt and, for an
+    agent's conversations, its messages.
     """
     episode = prompt.episode
     if episode is None:
@@ -131,7 +132,9 @@ def _episode(
     if completion.first_messages is not None:
         episode = episode._replace(messages=completion.first_messages)
     sequences = [
-        {"start": one.start, "prompt": "".join(decode(one.prompt))} for one in completion.sequences
+        {"start": one.start, "prompt": "".join(decode(one.prompt))}
+        | ({"messages": list(one.messages)} if one.messages else {})
+        for one in completion.sequences
     ]
     return {
         "first_messages": episode.opening,
@@ -291,7 +294,9 @@ def _compact(row: ResponseRow) -> ResponseRow:
     if "turns" in row:
         compact.pop("response", None)  # the page shows the texts of the turns
         first, turns = row["first_messages"], row["turns"][:TURNS]
+        opened = [one for one in row.get("sequences", ()) if "messages" in one][:TURNS]
         texts = len(first) + sum(1 + len(turn["messages"]) for turn in turns)
+        texts += sum(len(one["messages"]) for one in opened)
         most = max(SHORTEST, min(TEXT, EPISODE // max(1, texts)))
         compact["first_messages"] = [_clipped(message, most) for message in first]
         compact["turns"] = [
@@ -299,6 +304,11 @@ def _compact(row: ResponseRow) -> ResponseRow:
             | {"messages": [_clipped(message, most) for message in turn["messages"]]}
             for turn in turns
         ]
+        if "sequences" in row:  # the page shows the conversations of agents, and no prompts
+            compact["sequences"] = [
+                {"start": one["start"], "messages": [_clipped(m, most) for m in one["messages"]]}
+                for one in opened
+            ]
         compact["turn_count"] = len(row["turns"])
         compact["failed"] = any(turn["error"] is not None for turn in row["turns"])
     return compact

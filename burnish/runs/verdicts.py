@@ -223,7 +223,7 @@ def _truncated(series: Series, settings: Settings) -> Finding:
     longer = {"rollout.max_tokens": 2 * limit}
     if micro := settings.get("train.micro_tokens"):
         longer["train.micro_tokens"] = max(micro, 4 * limit)
-    if settings.get("task.name") == "environment":
+    if settings.get("task.name") in ("environment", "agent"):
         most, turns = settings["task.turns"], _mean(_finite(series, "rollout/turns"))
         return _truncated_episodes(share, turns, most, longer)
     return text, [

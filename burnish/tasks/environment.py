@@ -90,11 +90,11 @@ class EpisodeTask:
         return self._write(f"train/{place}", self._train[place], seed)
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
-        rewards = [_reward(completion) for _, completion in pairs]
+        rewards = [episode_reward(completion) for _, completion in pairs]
         ungraded = [
             (completion.turns[-1].text, _with_messages(prompt, completion, dict(prompt.reference)))
             for (prompt, completion), reward in zip(pairs, rewards, strict=True)
-            if reward is None and not _error(completion)
+            if reward is None and not episode_error(completion)
         ]
         graded = iter(self.grader.grade(ungraded) if self.grader is not None and ungraded else ())
         return [
@@ -105,7 +105,10 @@ class EpisodeTask:
     def _grade(
         self, completion: Completion, reward: float | None, graded: Iterator[Grade]
     ) -> Grade:
-        error, parts = _error(completion), _parts(completion, with_tools=bool(self.config.tools))
+        error, parts = (
+            episode_error(completion),
+            _parts(completion, with_tools=bool(self.config.tools)),
+        )
         if error is not None:
             return Grade(math.nan, parts, Status.ERROR, error)
         correct = None if CORRECT not in parts else parts[CORRECT] >= 0.5
@@ -292,12 +295,12 @@ def environment_seed(seed: int, purpose: Purpose, number: int) -> int:
     return int(uniforms(seed, Stream.TASK, number, purpose, 0) * 2**31)
 
 
-def _error(completion: Completion) -> str | None:
+def episode_error(completion: Completion) -> str | None:
     """Return why an environment failed; None if it did not."""
     return completion.turns[-1].error if completion.turns else "the episode has no turn"
 
 
-def _reward(completion: Completion) -> float | None:
+def episode_reward(completion: Completion) -> float | None:
     """Return the sum of the turns' rewards; None if no turn has one."""
     rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
     return sum(rewards) if rewards else None
@@ -306,10 +309,16 @@ def _reward(completion: Completion) -> float | None:
 def _parts(completion: Completion, *, with_tools: bool) -> dict[str, float]:
     """Return the parts of an episode's grade: the last value of each of the environment's metrics;
     ``with_tools``, also the counts of an episode that called no tool."""
-    parts = {TOOL_CALLS: 0.0, TOOL_ERRORS: 0.0} if with_tools else dict[str, float]()
+    none = {TOOL_CALLS: 0.0, TOOL_ERRORS: 0.0} if with_tools else dict[str, float]()
+    return none | metrics_of(completion)
+
+
+def metrics_of(completion: Completion) -> dict[str, float]:
+    """Return the last value of each metric of an episode's turns."""
+    found = dict[str, float]()
     for turn in completion.turns:
-        parts |= turn.metrics
-    return parts
+        found |= turn.metrics
+    return found
 
 
 def _with_messages(prompt: Prompt, completion: Completion, row: dict[str, Any]) -> dict[str, Any]:

@@ -157,6 +157,12 @@ function callsOf(message) {  /* tool calls as [name, arguments]; the name is nul
 }
 const callLine = ([name, given]) => h("div", { class: "call" }, name === null ? "calls a tool with text that is not a call: " : h("b", {}, `calls ${visible(name)} `), h("code", {}, visible(given)));
 const isTaken = turn => turn.end > turn.start;
+const opponent = row => "requests" in row.parts ? "agent" : "environment";  /* an agent's episode has this part */
+function openingOf(row, turn) {  /* the messages with which an agent begins another conversation */
+  const all = row.sequences ?? [], place = all.findIndex(one => one.start === turn.start && isTaken(turn));
+  if (place < 0 || !all[place].messages.length) return [];
+  return [all.length > 1 ? h("div", { class: "end" }, `conversation ${place + 1} of ${all.length}`) : null, ...all[place].messages.map(messageOf)];
+}
 const clock = seconds => seconds === undefined ? null : seconds < 0.1 ? `${number(1000 * seconds)} ms` : `${number(seconds)} s`;
 function bubble(role, head, ...inside) {
   return h("div", { class: `bubble ${["user", "tool", "system", "assistant"].includes(role) ? role : "user"}` }, h("div", { class: "meta" }, h("b", {}, visible(role)), head.filter(fact => fact).map(fact => h("span", {}, fact))), inside.flat());
@@ -167,16 +173,16 @@ const messageOf = message => bubble(message.role, [message.name ? visible(messag
 function turnOf(row, turn, i) {
   const metrics = Object.entries(turn.metrics).map(([name, value]) => `${visible(name)} ${number(value)}`), calls = callsOf(turn).map(callLine), took = clock(turn.seconds);
   const isHere = mode !== "plain" && turn.end <= row.tokens.length;  /* otherwise the page lacks some of its tokens */
-  const answered = turn.error === null ? null : h("div", { class: "fault" }, h("b", {}, "The environment failed: "), visible(turn.error));
-  if (!isTaken(turn)) return [h("div", { class: "fault" }, h("b", {}, "The environment did not start: "), visible(turn.error ?? "unknown"))];
-  const head = [`turn ${i + 1}`, many(turn.end - turn.start, "token"), turn.reward === null ? null : h("b", { class: turn.reward > 0 ? "reward" : "" }, `reward ${number(turn.reward)}`), took === null ? null : `environment ${took}`, ...metrics];
-  return [bubble("assistant", head, isHere ? coloured(row, turn.start, turn.end) : said(turn.text), calls, isHere ? null : clipped(turn)), ...turn.messages.map(messageOf), answered];
+  const answered = turn.error === null ? null : h("div", { class: "fault" }, h("b", {}, `The ${opponent(row)} failed: `), visible(turn.error));
+  if (!isTaken(turn)) return [h("div", { class: "fault" }, h("b", {}, opponent(row) === "agent" ? "The agent failed: " : "The environment did not start: "), visible(turn.error ?? "unknown"))];
+  const head = [`turn ${i + 1}`, many(turn.end - turn.start, "token"), turn.reward === null ? null : h("b", { class: turn.reward > 0 ? "reward" : "" }, `reward ${number(turn.reward)}`), took === null ? null : `${opponent(row)} ${took}`, ...metrics];
+  return [...openingOf(row, turn), bubble("assistant", head, isHere ? coloured(row, turn.start, turn.end) : said(turn.text), calls, isHere ? null : clipped(turn)), ...turn.messages.map(messageOf), answered];
 }
 function endOf(row) {  /* why the episode ended */
   const taken = row.turns.filter(isTaken).length + row.turn_count - row.turns.length, turns = many(taken, "turn");
-  if (row.failed) return taken ? `the environment failed in turn ${taken}` : "the environment did not start";
+  if (row.failed) return opponent(row) === "agent" ? `the agent failed after ${turns}` : taken ? `the environment failed in turn ${taken}` : "the environment did not start";
   if (row.finish === "length") return `truncated after ${turns}`;
-  return row.finish === "stop" ? `ended by the environment after ${turns}` : `${row.finish === "abort" ? "aborted by the engine" : row.finish} after ${turns}`;
+  return row.finish === "stop" ? `ended by the ${opponent(row)} after ${turns}` : `${row.finish === "abort" ? "aborted by the engine" : row.finish} after ${turns}`;
 }
 function conversation(row) {
   const hidden = row.turn_count - row.turns.length;
