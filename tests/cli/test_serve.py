@@ -92,6 +92,27 @@ def test_a_served_model_judges_a_run(tmp_path):
 
 
 @pytest.mark.slow
+def test_other_machines_need_a_key(tmp_path):
+    model = str(tiny(tmp_path / "model"))
+    command = [sys.executable, "-m", "burnish", "serve", model, "--port", "0", "--host", "0.0.0.0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        port = int(server.stdout.readline().rpartition(":")[2].removesuffix("/v1\n"))
+        name, _, key = server.stdout.readline().rstrip().partition("=")
+        assert (name, len(key) > 20) == ("BURNISH_SERVE_KEY", True)
+        found = []
+        for shown in ("", "Bearer x", f"Bearer {key}"):
+            connection = HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", "/v1/models", headers={"Authorization": shown})
+            found.append(connection.getresponse().status)
+            connection.close()
+        assert found == [401, 401, 200]
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.slow
 def test_the_command_answers_as_generate_and_ends_by_ctrl_c(tmp_path):
     model = str(tiny(tmp_path / "model"))
     command = [sys.executable, "-m", "burnish", "serve", model, "--port", "0"]
