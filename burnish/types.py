@@ -132,6 +132,14 @@ class SamplingParams:
     """Text with which a response ends its thinking by itself."""
     think_phrase: str = ""
     """Text that the engine inserts if the budget is used up before `think_end`."""
+    turn_temperatures: tuple[float, ...] = ()
+    """Sampling temperatures of the turns of an episode, of which the last one holds for all further
+    turns; empty if all turns have ``temperature``."""
+
+    def temperature_of(self, turn: int) -> float:
+        """Return the sampling temperature of an episode's turn, counted from 0."""
+        own = self.turn_temperatures
+        return own[min(turn, len(own) - 1)] if own else self.temperature
 
 
 class Finish(StrEnum):
@@ -306,7 +314,8 @@ class PackedBatch:
     behavior_logprobs: Tensor
     """[N] float: log-probability of each action when it was sampled; 0 for all other tokens."""
     temperature: Tensor
-    """[N] float: sampling temperature of the token's response; 1 for tokens of prompts."""
+    """[N] float: sampling temperature of the token's response, or of the turn of an episode; 1 for
+    tokens of prompts."""
     versions: Tensor
     """[N] int64: version of the weights that sampled each token; undefined for other tokens."""
     segment_offsets: Tensor
@@ -328,6 +337,10 @@ class PackedBatch:
     values: Tensor | None = None
     """[N] float, scaled: estimated value before each token that begins a step, NaN before other
     tokens; None if the recipe does not estimate step values."""
+    turn_rewards: Tensor | None = None
+    """[N] float, scaled: reward of the turn that ends with this token, NaN for all other tokens.
+    The rewards of a sample's turns add up to the sample's reward. Samples that are not in the loss
+    have them, too. None if no sample of the batch is an episode."""
 
     @property
     def last_segments(self) -> Tensor:

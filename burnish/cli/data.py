@@ -26,9 +26,13 @@ from burnish.recipe.load import load_recipe
 from burnish.recipe.tasks import GymTask, KeywordsTask, PairsTask
 from burnish.runs.directory import replace_file
 from burnish.tasks.keywords import HELD_OUT_SEED, draw_question, instruction, split_words
+from burnish.tasks.lookups import LookupWorld
+from burnish.tasks.products import product_conversations, product_questions
 from burnish.tasks.sums import draw_sums, small_sums
 
 Rows = list[dict[str, Any]]
+Files = dict[str, Rows | str]
+"""Rows by the name of their JSONL file without its ending, and texts by the name of their file."""
 HELD_OUT = 0.2
 """Share of the rows that are written to validation.jsonl."""
 GAMES = 4096
@@ -42,14 +46,14 @@ PATIENCE = 200
 class DataMaker(NamedTuple):
     """A set of rows that `burnish data` writes."""
 
-    make: Callable[..., dict[str, Rows]]
-    """Function that returns the rows by the name of their file; its keywords are the options."""
+    make: Callable[..., Files]
+    """Function that returns the files; its keywords are the options."""
     about: str
     next: str
     """The command that learns from the rows if they are where its recipe reads them."""
 
 
-def make_sums(*, rows: int = 4000, seed: int = 0) -> dict[str, Rows]:
+def make_sums(*, rows: int = 4000, seed: int = 0) -> Files:
     """Training questions of the recipe ``arithmetic``, with worked answers. No question is
     repeated, and none is one that the recipe holds out."""
     require_extra("gym", "burnish data sums")
@@ -60,7 +64,7 @@ def make_sums(*, rows: int = 4000, seed: int = 0) -> dict[str, Rows]:
     return {"validation": list(islice(made, held_out)), "train": list(made)}
 
 
-def make_small_sums(*, seed: int = 0) -> dict[str, Rows]:
+def make_small_sums(*, seed: int = 0) -> Files:
     """All sums of one-digit numbers, with running totals as answers: rows for the warm start of the
     recipe ``sums``, other rows for the recipe itself, and held-out rows."""
     made = iter(small_sums(seed))
@@ -71,7 +75,7 @@ def make_small_sums(*, seed: int = 0) -> dict[str, Rows]:
     }
 
 
-def make_guess(*, rows: int = 6000, seed: int = 0) -> dict[str, Rows]:
+def make_guess(*, rows: int = 6000, seed: int = 0) -> Files:
     """Games of the recipe ``guess``: conversations that guess at random within the hints, for its
     warm start, and the starts of games for the recipe itself. Each number is held out twice."""
     played = random_games(seed)
@@ -85,6 +89,33 @@ def make_guess(*, rows: int = 6000, seed: int = 0) -> dict[str, Rows]:
     }
 
 
+def make_calculator(*, rows: int = 4800, seed: int = 0) -> Files:
+    """Products for the recipe ``calculator``: conversations for its warm start, with and without
+    the calculator, and questions for the recipe itself. Numbers of held-out questions occur in no
+    other rows."""
+    conversations = product_conversations(seed, held_out=False)
+    questions = product_questions(seed + 1, held_out=False)
+    return {
+        "validation": list(islice(product_conversations(seed, held_out=True), 96)),
+        "train": list(islice(conversations, rows)),
+        "questions": list(islice(questions, 4096)),
+        "held_out": list(islice(product_questions(seed + 1, held_out=True), 256)),
+    }
+
+
+def make_search(*, seed: int = 0) -> Files:
+    """Documents about made-up people and companies, questions that need two of them, and
+    conversations for a warm start. Companies and people of held-out rows occur in no other rows."""
+    world = LookupWorld(seed)
+    return {
+        "validation": list(islice(world.conversations(held_out=True), 90)),
+        "train": list(world.conversations(held_out=False)),
+        "questions": list(world.questions(held_out=False)),
+        "held_out": list(world.questions(held_out=True)),
+        **{f"documents/{name}": text for name, text in world.documents.items()},
+    }
+
+
 def make_sentences(
     recipe: str,
     *,
@@ -94,7 +125,7 @@ def make_sentences(
     model: str = "smollm2-135m",
     max_tokens: int = 48,
     seed: int = 0,
-) -> dict[str, Rows]:
+) -> Files:
     """Sentences with the words of a recipe, from a model. For each prompt, the first response that
     earns the recipe's reward is kept, if there is one."""
     task = load_recipe(recipe).task
@@ -170,6 +201,16 @@ DATA_MAKERS = {
         "games of guessing a number, played at random within the hints; no model is needed",
         "burnish sft guess-sft",
     ),
+    "calculator": DataMaker(
+        make_calculator,
+        "products of three-digit numbers, with and without a calculator; no model is needed",
+        "burnish sft calculator-sft",
+    ),
+    "search": DataMaker(
+        make_search,
+        "documents, and questions that need two look-ups in them; no model is needed",
+        "burnish sft search-sft",
+    ),
     "sums": DataMaker(
         make_sums,
         "sums of two to four numbers, worked line by line (extra: gym)",
@@ -217,8 +258,12 @@ def write_data(name: str, out: Path | None, options: Mapping[str, Any]) -> str:
         )
     files = make(**given)
     folder.mkdir(parents=True, exist_ok=True)
-    for file, rows in files.items():
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    for file, content in files.items():
+        if isinstance(content, str):
+            (folder / file).parent.mkdir(exist_ok=True)
+            replace_file(folder / file, content)
+            continue
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
         replace_file(folder / f"{file}.jsonl", text)
     recipe = load_recipe(command.split()[2] if command.count(" ") > 1 else "sft")
     reads = recipe.task.train if isinstance(recipe.task, PairsTask) else ""

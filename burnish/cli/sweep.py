@@ -249,7 +249,7 @@ def run_child(job: Job, stop: Path, where: Path, cores: int) -> str:
         code = child.wait(timeout=None)  # a training run; it watches this process and ``stop``
         last = child.tail(1) or ["no output"]
         failure = read_failure(where / job.path)
-        if failure is not None and last[0].startswith("continue with: "):
+        if failure is not None and last[0] == failure.advice:
             last = [failure.message.splitlines()[0]]
     return f"{last[0]} (it {exit_status(code)}); see {file}" if code else ""
 

@@ -41,7 +41,11 @@ class SearchSource:
 def search_tools(source: SearchSource) -> list[Callable[..., Any]]:
     """Index the documents of a folder; return the tools. Raise a DataError if there are no
     documents, or if one can't be read."""
-    documents = read_documents(Path(source.folder))
+    return document_tools(read_documents(Path(source.folder)))
+
+
+def document_tools(documents: Mapping[str, str]) -> list[Callable[..., Any]]:
+    """Return the tools for documents, given as texts by name."""
     index = build_index(documents)
 
     def search(query: str, results: int = 5) -> str:

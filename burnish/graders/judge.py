@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from burnish.console.text import printable
-from burnish.errors import ConfigError, GraderError
+from burnish.errors import GraderError
 from burnish.graders import rubric
 from burnish.graders.rewards import FULL
 from burnish.graders.tally import Items, Tally
@@ -78,12 +78,12 @@ class Judge:
     def check(self) -> None:
         """Send a test request, whose answer may have any format.
 
-        Raise a ConfigError if the environment variable of the API key is not set, or a GraderError
-        if the judge does not answer.
+        Raise a GraderError if the environment variable of the API key is not set, or if the judge
+        does not answer.
         """
         config, name = self.config, self.config.key
         if name is not None and not os.environ.get(name):
-            raise ConfigError(f"task.judge.key = {name!r} is not set in the environment; export it")
+            raise GraderError(f"task.judge.key = {name!r} is not set in the environment; export it")
         try:
             self._chat([{"role": "user", "content": "Answer with [1]."}], config.seconds, 1)
         except OSError as error:

@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from burnish.console.text import printable
 from burnish.errors import DataError
 from burnish.graders import keywords
+from burnish.graders.questions import QUESTION_REWARDS
 from burnish.machine.scripts import definitions, names_set, stands_alone
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
@@ -47,7 +48,7 @@ def none(response: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"reward": 0.0, "correct": None}
 
 
-BUILT_IN: dict[str, Reward] = {**keywords.REWARDS, "none": none}
+BUILT_IN: dict[str, Reward] = {**keywords.REWARDS, **QUESTION_REWARDS, "none": none}
 LONGEST_MESSAGE = 300
 ONE_RESPONSE = (
     "a reward takes one response and its row; if it takes lists of them, mark it with "

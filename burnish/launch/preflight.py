@@ -244,20 +244,22 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
             agent.try_agent(task)
         if isinstance(task, RowsTask) and trains:
             rows.check_trainable(*loaded)
-        if isinstance(task, JudgedTask):
+        if isinstance(task, JudgedTask | EnvironmentTask) and task.judge is not None:
             judge.Judge(task.judge).check()
 
 
 def check_model(model: Model) -> None:
     """Raise an error if a model that can't be downloaded, or the checkpoint of a run, is not on
-    this machine. Names that begin with "hf:" are not looked up."""
+    this machine. Names that begin with "hf:" are only parsed."""
     from burnish.model import hub
 
     name, path = model.files, Path(model.files).expanduser()
     is_bytes = name == hub.BYTES and isinstance(model, ScratchConfig)
-    if not name or name == hub.DEFAULT or is_bytes or name.startswith("hf:"):
+    if not name or name == hub.DEFAULT or is_bytes:
         return
-    if run := read_run_recipe(model):
+    if name.startswith("hf:"):
+        hub.check_hub_name(name)
+    elif run := read_run_recipe(model):
         checkpoints.find_checkpoint(path, "last")  # it raises if there is none
         check_model(run.model)
     elif missing := missing_run(name):

@@ -9,6 +9,7 @@ from burnish.loops.evaluate import Decode, Evaluator
 from burnish.loops.recorder import RunSettings
 from burnish.loops.sync import StepSettings
 from burnish.recipe.recipe import Recipe
+from burnish.recipe.tasks import EnvironmentTask
 from burnish.rollout.dead_groups import find_judge
 from burnish.rollout.length import length_penalty
 from burnish.rollout.rollout import sampling_params
@@ -19,11 +20,14 @@ from burnish.tasks.task import Task
 
 
 def rollout_settings(recipe: Recipe) -> RolloutSettings:
-    rollout = recipe.rollout
+    rollout, task = recipe.rollout, recipe.task
+    params = sampling_params(rollout, recipe.stop, recipe.seed)
+    if isinstance(task, EnvironmentTask) and task.turn_temperatures is not None:
+        params = replace(params, turn_temperatures=tuple(task.turn_temperatures))
     return RolloutSettings(
         prompts=recipe.prompts_per_rollout,
         group_size=rollout.group_size,
-        params=sampling_params(rollout, recipe.stop, recipe.seed),
+        params=params,
         overlong=rollout.overlong,
         max_errors=rollout.max_errors,
         selection=recipe.selection,

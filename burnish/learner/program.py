@@ -92,7 +92,8 @@ class ObjectiveProgram:
         """Estimate the advantages and the returns that the critic learns to predict, [N] each, from
         rewards minus the KL penalty in the reward, if the objective has one. The returns are None
         without a critic."""
-        estimator, rewards = self.objective.advantage, batch.rewards
+        estimator = self.objective.advantage
+        rewards = estimator.rewards_of(batch)
         mask, ids = batch.is_action, batch.sample_ids
         coefficient, penalty = 0.0, torch.zeros_like(batch.behavior_logprobs)
         if self._kl and self._kl.where == "reward":
@@ -101,9 +102,7 @@ class ObjectiveProgram:
             assert reference is not None, "passes() includes it"
             coefficient, penalty = self._kl.coefficient, self._kl.per_token(proximal, reference)
         if estimator.over_time:
-            rewards = kl.penalised_rewards(
-                rewards, penalty, mask, coefficient=coefficient, sequence_ids=ids
-            )
+            rewards = kl.penalised_rewards(rewards, penalty, mask, coefficient=coefficient)
         else:
             rewards = rewards - coefficient * sequence_sum(penalty, mask, ids)
         if isinstance(estimator, Gae) and scores.values is not None:

@@ -10,6 +10,9 @@ again, so the learner sees the ids that were sampled, in the context in which th
 ``between`` renders all messages of one step together, after a synthetic user and assistant message,
 and keeps the text after that assistant's end token. It therefore does not depend on earlier turns.
 
+Special tokens in the contents of messages are plain text: only the template, and the end of a turn,
+write control tokens.
+
 Tools are written by the model's chat template if it writes tools and their calls in a format of
 ``burnish.calls``. Otherwise the first message lists the tools and explains the format, calls
 are part of an assistant's text, and results are messages of the user.
@@ -105,7 +108,7 @@ class ConversationFormat:
         They may include turns that were not sampled here, with calls of tools and their results."""
         messages = self._with_listing(self._with_calls(messages))
         if self._tokenizer.chat_template is None:
-            return self._tokenizer.encode(_plain(messages))
+            return self._tokenizer.encode(self._plain(messages))
         return self._encode(self._write(messages))
 
     def turn(self, message: Message) -> IntArray:
@@ -114,7 +117,7 @@ class ConversationFormat:
         if self._calls is not None:
             message = _written(message, self._calls)
         if self._tokenizer.chat_template is None:
-            return self._ended(self._encode(message["content"]))
+            return self._ended(self._encode(self._tokenizer.mask(message["content"])))
         text = self._write([USER, message], generate=False)
         if not text.startswith(self._head):
             raise ModelError(
@@ -130,7 +133,7 @@ class ConversationFormat:
         the next generation prompt."""
         messages = self._with_results(messages, self._calls)
         if self._tokenizer.chat_template is None:
-            return self._encode(_plain(messages))
+            return self._encode(self._plain(messages))
         text = self._write([USER, ANSWER, *messages])
         start = self._answered(text)
         if self._end:
@@ -155,7 +158,8 @@ class ConversationFormat:
         before = list(self._with_results(self._with_listing(before), self._calls))
         messages, following = [*before, turn], self._with_results(following, self._calls)
         context, whole = self._write(before), self._write([*messages, *following])
-        if whole.startswith(f"{context}{turn.get('content') or ''}{self._end}"):
+        spoken = self._tokenizer.mask(turn.get("content") or "")
+        if whole.startswith(f"{context}{spoken}{self._end}"):
             return True
         written = self._write(messages, generate=False).rstrip()
         return written.startswith(context) and whole.startswith(written)
@@ -188,7 +192,8 @@ class ConversationFormat:
         if self._tokenizer.chat_template is None:
             return [system, *messages]
         try:
-            is_written = self._listing in self._write([system, *messages])
+            listing = self._tokenizer.mask(self._listing)
+            is_written = listing in self._write([system, *messages])
         except ModelError:
             is_written = False
         return [system, *messages] if is_written else [joined, *rest]
@@ -219,8 +224,9 @@ class ConversationFormat:
         return written
 
     def _answered(self, text: str) -> int:
-        """Return the place after the synthetic answer in a rendered text."""
-        place = text.rfind(ANSWER["content"])
+        """Return the place after the synthetic answer in a rendered text. Messages after it may
+        contain the same text."""
+        place = text.find(ANSWER["content"])
         if place < 0:
             raise ModelError("the model's chat template leaves out the assistant's messages")
         return place + len(ANSWER["content"])
@@ -229,6 +235,9 @@ class ConversationFormat:
         return self._tokenizer.chat(
             list(map(_parsed, messages)), now=self._now, tools=self._tools, generate=generate
         )
+
+    def _plain(self, messages: Iterable[Message]) -> str:
+        return self._tokenizer.mask("".join(f"{message['content']}\n" for message in messages))
 
     def _encode(self, text: str) -> IntArray:
         return self._tokenizer.encode(text, add_special=False)
@@ -298,10 +307,6 @@ def _written_calls(tokenizer: Tokenizer, now: datetime) -> CallFormatName | None
         turn = turn.partition(end)[0]
     names: list[CallFormatName] = ["hermes", "llama", "plain"]
     return next((name for name in names if read_calls(turn, name) == [PROBE]), None)
-
-
-def _plain(messages: Iterable[Message]) -> str:
-    return "".join(f"{message['content']}\n" for message in messages)
 
 
 def _parsed(message: Message) -> Message:

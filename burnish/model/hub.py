@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from burnish.machine.process import run_command
 DEFAULT = "smollm2-135m"
 BYTES = "bytes"
 """Name of the byte tokenizer, which models that are trained from scratch may use."""
+REPOSITORY = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+"""Names that repositories of Hugging Face's hub may have."""
 DEADLINE = 1800.0
 """Timeout in seconds of a download, and of the wait for another process's download."""
 
@@ -83,6 +86,17 @@ def find_local(name: str) -> Path | None:
         return Path(snapshot_download(name.removeprefix("hf:"), local_files_only=True))
     except (ImportError, OSError, ValueError):
         return None
+
+
+def check_hub_name(name: str) -> None:
+    """Raise a ModelError if ``name``, which begins with "hf:", can't name a model of the hub."""
+    repository = name.removeprefix("hf:")
+    if REPOSITORY.fullmatch(repository):
+        return
+    remedy = "for a directory of this machine, leave out 'hf:'"
+    if Path(repository).expanduser().is_dir() and repository:
+        remedy = f"for the directory of this machine, use {repository!r}"
+    raise ModelError(f"{name!r} names no model of the hub; the form is hf:ORG/NAME; {remedy}")
 
 
 def has_chat_template(name: str) -> bool | None:
@@ -215,6 +229,7 @@ def _download(scratch: Path) -> Path:
 
 
 def _from_hugging_face(repository: str) -> Path:
+    check_hub_name(f"hf:{repository}")
     tell("download", f"fetching hf:{repository}, unless Hugging Face's cache has it")
     import huggingface_hub  # preflight has checked that it is installed
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -225,6 +240,7 @@ def _from_hugging_face(repository: str) -> Path:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=wanted))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"hf:{repository} is neither reachable nor in Hugging Face's cache: {error}; check the "
-            "name and the network and repeat the command, or give the path of a model directory"
+            f"hf:{repository} is neither reachable nor in Hugging Face's cache: "
+            f"{str(error).partition(chr(10))[0].rstrip('.')}; check the name and the network and "
+            "repeat the command, or give the path of a model directory"
         ) from error

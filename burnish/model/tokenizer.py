@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers
 
 from burnish.errors import ModelError
+from burnish.model.control_tokens import AnyValue, ControlTokens
 from burnish.types import IntArray
 
 
@@ -97,9 +98,25 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> IntArray:
         """Return the token ids [T] of a text. With ``add_special``, add the special tokens that the
-        model puts around any text, such as Llama's BOS. Special tokens in the text itself become
-        single ids in any case."""
-        return np.array(self.backend.encode(text, add_special_tokens=add_special).ids, np.int32)
+        model puts around any text, such as Llama's BOS.
+
+        Special tokens in the text itself become single ids, unless they are masked: ``mask`` a text
+        that is not trusted before it is encoded, or inserted into another text.
+        """
+        return np.array(self._control.encode(text, add_special=add_special), np.int32)
+
+    def mask(self, value: AnyValue) -> AnyValue:
+        """Return a text, or an object of JSON with texts, whose special tokens are masked: `encode`
+        encodes them as plain text. A value without special tokens is returned as it is."""
+        return self._control.mask(value)
+
+    def unmask(self, text: str) -> str:
+        """Return a text with masks as the text that they stand for, for display."""
+        return self._control.unmask(text)
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.backend, self.end_ids, self.special.values())
 
     def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
         """Return the text of token ids; with ``skip_special``, without the special tokens."""
@@ -126,8 +143,9 @@ class Tokenizer:
         answer, or without ``generate`` up to the end of the last message. ``now`` is the date that
         a template may insert; None for the current one. ``tools`` are JSON schemas of functions.
 
-        The text contains special tokens: encode it with ``add_special=False``. Raises a ModelError
-        if there is no chat template, or if it rejects the messages.
+        The text contains the template's special tokens: encode it with ``add_special=False``. Those
+        that the messages and tools contain are masked; use `unmask` to show the text. Raises a
+        ModelError if there is no chat template, or if it rejects the messages.
         """
         if self.chat_template is None:
             raise ModelError(
@@ -137,9 +155,9 @@ class Tokenizer:
         try:
             return _compiled(self.chat_template).render(
                 **self.special,
-                messages=messages,
+                messages=self.mask(messages),
                 add_generation_prompt=generate,
-                tools=list(tools)
+                tools=self.mask(list(tools))
                 or None,  # templates test `tools is none`, not whether it is empty
                 documents=None,
                 strftime_now=(now or datetime.now()).strftime,

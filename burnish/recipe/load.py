@@ -275,6 +275,8 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
     for path in SWITCHED:
         if (name := changes.get(f"{path}.name")) is not None:
             kept = {key: kept[key] for key in kept if not _is_lost(key, path, name)}
+    if "task.judge.url" in changes and "task.reward" not in changes:
+        kept.pop("task.reward", None)  # the judge takes the place of an environment's reward
     return kept
 
 

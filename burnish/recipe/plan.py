@@ -237,7 +237,7 @@ def _judge_lines(
     task."""
     lines = list[tuple[str, str]]()
     for name, part in tasks.items():
-        if not isinstance(part, JudgedTask):
+        if not isinstance(part, JudgedTask | EnvironmentTask) or part.judge is None:
             continue
         judge, evolve, of = part.judge, part.evolve, f" of {name}" if name else ""
         criteria = [f"{weight:+g} {text!r}" for text, weight in part.rubric or ()]
@@ -365,7 +365,10 @@ def _batch_lines(recipe: Recipe) -> Lines:
     if recipe.idle_steps:
         rate += f"; the last {counted(recipe.idle_steps, 'gradient step')} change nothing"
     prompts = counted(rollout.prompts, "prompt")
-    samples = f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}"
+    heat = f"temperature {rollout.temperature:g}"
+    if isinstance(recipe.task, EnvironmentTask) and recipe.task.turn_temperatures:
+        heat = f"temperatures {', '.join(f'{x:g}' for x in recipe.task.turn_temperatures)} by turn"
+    samples = f"{counted(rollout.group_size, 'sample')}, {heat}"
     batches = f"{recipe.train_batches} train batch{'es' * (recipe.train_batches > 1)}"
     steps = f"{batches} of {train.batch} responses × {counted(train.epochs, 'epoch')}"
     if recipe.gradient_steps_per_rollout == 1 and recipe.objective.loss.compares:

@@ -107,7 +107,8 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if isinstance(task, SortTask) == model.is_language:
         return
     if isinstance(task, EnvironmentTask | AgentsTask):
-        if isinstance(advantage, Remax | Vine):  # their own rules would give other remedies
+        refused = Vine if isinstance(task, EnvironmentTask) else Remax | Vine
+        if isinstance(advantage, refused):  # its own rules would give other remedies
             yield partial(check_environment_rules, task.name, advantage.name)
             return
         yield partial(check_turn_rules, task, rollout)
@@ -119,6 +120,7 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         return
     yield partial(check_batch_rules, rollout.batch, rollout.group_size, train.batch, ranks)
     yield partial(check_group_rules, rollout.group_size, train.batch, advantage)
+    yield partial(check_turn_credit, advantage, task)
     group_size, tasks = rollout.group_size, recipe.tasks
     yield partial(check_selection_rules, selection, recipe.objective, length, group_size, tasks)
     yield partial(check_advantage_rules, advantage, model, rollout, selection, length, loop)
@@ -184,6 +186,19 @@ def check_turn_rules(task: EnvironmentTask | AgentsTask, rollout: RolloutConfig)
             f"rollout.think.tokens = {rollout.think.tokens} leaves no room for an answer within "
             f"task.turn_tokens = {most}; {remedy if most > 1 else 'raise task.turn_tokens'}"
         )
+
+
+def check_turn_credit(advantage: Advantage, task: AnyTask) -> None:
+    """Raise a ConfigError if an advantage of turns is combined with a task without turns."""
+    if not advantage.reads_turns or isinstance(task, EnvironmentTask):
+        return
+    setting, other = f"objective.advantage = '{advantage.name}'", "group_mean"
+    if isinstance(advantage, Gae):
+        setting, other = f"objective.advantage.over = '{advantage.over}'", "gae"
+    raise ConfigError(
+        f"{setting} needs the turns of episodes, which task.name = '{task.name}' does not have; "
+        f"use objective.advantage = '{other}'"
+    )
 
 
 def check_target_rules(validation: ValidationConfig, task: Section, target: str | None) -> None:
@@ -638,9 +653,12 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
         for path, task in recipe.tasks.items()
         if getattr(task, "train_prompts", 1) is None
     ]
-    tools = None if not isinstance(recipe.task, EnvironmentTask) else recipe.task.tools
+    task = recipe.task if isinstance(recipe.task, EnvironmentTask) else None
+    tools = None if task is None else task.tools
+    by_turn = task is not None and task.turn_temperatures is not None
     episodic = EnvironmentTask | AgentsTask
     rules: list[tuple[str, bool, list[str]]] = [
+        ("task.turn_temperatures", by_turn, ["rollout.temperature"]),
         ("task.tools", tools == [], ["task.tool_format", "task.tool_seconds"]),
         ("task.tools", tools is not None and "python" not in tools, ["task.sandbox"]),
         ("log.trackers", not recipe.log.follows, ["log.project", "log.group", "log.samples"]),

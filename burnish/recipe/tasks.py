@@ -121,6 +121,20 @@ class PromptsTask(RowsTask):
     """Base class of tasks whose rows have prompts, texts or chat messages."""
 
     chat: bool = Field(True, description="whether a text is formatted as a chat message")
+    special_tokens: Literal["text", "control"] = Field(
+        "text",
+        description="special tokens such as <|im_end|> in the texts of rows: plain text, or, with "
+        "chat = false, control tokens; choose control if a chat template has written the texts",
+    )
+
+    @model_validator(mode="after")
+    def _check_special(self) -> Self:
+        if self.special_tokens == "control" and self.chat:
+            raise ValueError(
+                "special_tokens = 'control' is for texts that are used unchanged; set chat = "
+                "false, or leave special_tokens at 'text'"
+            )
+        return self
 
 
 class WeightedReward(Section):
@@ -283,6 +297,7 @@ class JudgedTask(PromptsTask):
     )
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ToolName = Annotated[str, Field(pattern=r"^(calculator|python|search:.+|.+\.py:\w+)$")]
 
 
@@ -315,9 +330,22 @@ class EnvironmentTask(RowsTask):
         description="FILE.py:NAME or a built-in name of a reward for the last message, for "
         "environments that give no reward; None: they give rewards",
     )
+    judge: JudgeConfig | None = Field(
+        None, description="language model that grades the last message by a rubric; None: no judge"
+    )
+    rubric: Rubric | None = Field(None, description="rubric of rows without a rubric")
+    evolve: EvolveConfig | None = Field(
+        None, description="proposals of criteria by the judge; None: the rubric is fixed"
+    )
     turns: int = Field(16, ge=1, description="turns after which an episode is truncated")
     turn_tokens: int | None = Field(
         None, ge=1, description="maximum length of a turn; None: only that of the response"
+    )
+    turn_temperatures: list[Positive] | None = Field(
+        None,
+        min_length=1,
+        description="temperatures of the first, second, … turn in training, of which the last one "
+        "holds for all further turns; None: rollout.temperature",
     )
     observation_tokens: int | None = Field(
         1024, ge=1, description="length at which a message of the environment is cut; None: never"
@@ -349,11 +377,25 @@ class EnvironmentTask(RowsTask):
                 "needs an environment or tools; set task.environment = 'FILE.py:NAME', or "
                 "task.tools = ['calculator']"
             )
-        if self.environment is None and self.reward is None:
+        if self.environment is None and self.reward is None and self.judge is None:
             raise ValueError(
                 "needs a reward for the last message, because no environment gives one; set "
                 "task.reward = 'FILE.py:NAME'"
             )
+        given = self.turn_temperatures or []
+        if len(given) > self.turns:
+            raise ValueError(
+                f"has {len(given)} turn_temperatures, and an episode has at most turns = "
+                f"{self.turns}; remove the last {len(given) - self.turns}, or set task.turns = "
+                f"{len(given)}"
+            )
+        if self.reward is not None and self.judge is not None:
+            raise ValueError(
+                "has a reward and a judge, and both grade the last message; leave task.reward or "
+                "task.judge out"
+            )
+        if self.judge is None and (self.rubric or self.evolve):
+            raise ValueError("has a rubric and no judge; set task.judge, or leave the rubric out")
         return self
 
 
@@ -421,7 +463,6 @@ class PairsTask(SupervisedTask):
 
 Part = KeywordsTask | FilesTask | MathTask | GymTask | JudgedTask
 AnyPart = Annotated[Part, BY_NAME]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class MixtureTask(Section):

@@ -3,7 +3,8 @@
 Group estimators take ``rewards`` [S], one per response, and ``group_ids`` [S], the group of each
 response (any integers, in any order), and return advantages [S]; ``sequences.to_tokens`` spreads
 them over tokens. All but ``raw``, ``best_of_group`` and ``remax`` raise a ValueError if a group has
-only one response. Estimators over time take and return tensors with the shape of their mask. If the
+only one response. Estimators over time and turns take and return tensors with the shape of their
+mask. If the
 baseline is computed from the rewards, equal rewards have an advantage of exactly 0: differences are
 summed instead of rewards, so that large rewards leave no rounding error.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from burnish.rl.order import best_of_k, gain_of_k
 from burnish.rl.sequences import Rows, sum_by, to_tokens
+from burnish.rl.turns import Turns
 
 
 def raw(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -344,6 +346,69 @@ def vine(
     )
     advantages, _ = gae(gained, before, column < starts.sum(1)[:, None], lam=0.0)
     return rows.unpack(advantages.gather(1, step))
+
+
+def turn_mean(
+    rewards: Tensor,
+    ends: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    gamma: float = 1.0,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    """The return of a turn above the group's mean return at the same turn, assigned to each action
+    of the turn.
+
+        A_(i,k) = R_(i,k) − mean of R_(j,k) over the episodes j of the group that reached turn k
+        R_(i,k) = Σ_(l ≥ k) γ^(l−k) r_(i,l)
+
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.3 (GRPO with process
+    supervision), with turns as the steps. ``rewards`` are per token, and r_(i,l) is their sum over
+    turn l. ``ends`` marks the last token of each turn, also of episodes that are not in the loss:
+    these count in the mean. ``group_ids`` [S]; all other tensors have the shape of the mask, and
+    the result is 0 outside it. A turn that only one episode of the group reached has the advantage
+    0.
+    Differs from the paper in the baseline, which compares equal turns instead of the rewards of all
+    steps; in omitting the division by the std; and in the discount γ.
+    """
+    turns = Turns(ends, mask, sequence_ids)
+    gained, count = turns.sums(rewards), turns.reached.shape[1]
+    returns, _ = gae(gained, torch.zeros_like(gained), turns.reached, gamma=gamma)
+    number = torch.arange(count, device=mask.device)
+    place = group_ids[: len(gained), None] * count + number  # one number per group and turn
+    group, size = _groups(returns[turns.reached], place[turns.reached])
+    above = torch.zeros_like(returns)
+    above[turns.reached] = _centered(returns[turns.reached], group, size)
+    return turns.to_tokens(above)
+
+
+def turn_gae(
+    rewards: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    sequence_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the turns of episodes; returns (advantages, returns),
+    those of a turn assigned to each of its actions.
+
+        δ_k = r_k + γ V_(k+1) − V_k,   V_k = value before the first action of turn k
+        A_k = δ_k + γ λ A_(k+1),   returns_k = A_k + V_k
+
+    Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16, with turns as the actions.
+    ``rewards`` are per token, and r_k is their sum over turn k. ``ends`` marks the last token of
+    each turn. The value after the last turn is 0. All tensors have the shape of the mask; the
+    results are 0 outside it.
+    Differs from the paper in nothing.
+    """
+    turns = Turns(ends, mask, sequence_ids)
+    estimates = gae(turns.sums(rewards), turns.firsts(values), turns.reached, gamma=gamma, lam=lam)
+    advantages, returns = map(turns.to_tokens, estimates)
+    return advantages, returns
 
 
 def teacher(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:

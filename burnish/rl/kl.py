@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from burnish.rl.sequences import finite_gradient, on_last_action
+from burnish.rl.sequences import finite_gradient
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -55,22 +55,15 @@ def k3(logprobs: Tensor, reference: Tensor, *, cap: float = math.inf) -> Tensor:
     return (torch.exp(-x) + x - 1).clamp(max=cap)
 
 
-def penalised_rewards(
-    rewards: Tensor,
-    kl: Tensor,
-    mask: Tensor,
-    *,
-    coefficient: float,
-    sequence_ids: Tensor | None = None,
-) -> Tensor:
-    """Per-token rewards, for GAE and REINFORCE++: the response's reward on its last action, minus a
-    KL penalty on every action.
+def penalised_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, *, coefficient: float) -> Tensor:
+    """Per-token rewards minus a KL penalty on every action, for estimators over time.
 
-        r_t = [t is the last action] · r − β · kl_t
+        r_t ← r_t − β · kl_t
 
-    Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, equation 2. ``rewards`` [S]; ``kl`` has
-    the shape of the mask and is detached. Returns the shape of the mask; 0 outside it.
-    Differs from the paper in allowing other estimators of the KL than k1.
+    Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, equation 2, where the reward of a response
+    is on its last action (``sequences.on_last_action``). ``kl`` has the shape of the mask and is
+    detached. Takes and returns the shape of the mask; slots outside it do not change.
+    Differs from the paper in allowing rewards on other actions and other estimators of the KL than
+    k1.
     """
-    placed = on_last_action(rewards, mask, sequence_ids)
-    return torch.where(mask.bool(), placed - coefficient * kl.detach(), torch.zeros_like(placed))
+    return torch.where(mask.bool(), rewards - coefficient * kl.detach(), rewards)

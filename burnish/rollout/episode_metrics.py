@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from burnish.environments.protocol import TOOL_CALLS, TOOL_ERRORS
+from burnish.types import Group
 
 
 def episode_columns(responses: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
@@ -27,6 +28,18 @@ def episode_columns(responses: Sequence[Mapping[str, Any]]) -> dict[str, list[fl
         if any(count is not None for count in counts):
             columns[name] = [count or 0.0 for count in counts]
     return columns
+
+
+def lone_turns(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the share of turns that no other episode of their group reached, as ``lone_turns``; an
+    empty dict if there are no turns. Episodes whose grade is an error do not count."""
+    lone = total = 0
+    for group in groups:
+        counts = [len(c.turns) for c, grade in group.graded if not grade.is_error]
+        longest, second = sorted([0, 0, *counts])[-1:-3:-1]
+        lone += longest - second
+        total += sum(counts)
+    return {"lone_turns": lone / total} if total else {}
 
 
 def taken_turns(turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -444,9 +444,11 @@ class EpisodeEngine:
         self._sampling[request.request_id, 0] = play
 
     def _turn_params(self, play: _Play, start: int) -> SamplingParams:
-        """Return the sampling parameters of a turn that begins after ``start`` tokens of its
-        sequence."""
+        """Return the sampling parameters of the next turn of an episode, which begins after
+        ``start`` tokens of its sequence."""
         params, limits = play.request.params, self._limits
+        heat = params.temperature_of(len(play.turns))
+        params = replace(params, temperature=heat, turn_temperatures=())
         most = params.max_tokens - play.position
         if limits.turn_tokens is not None:
             most = min(most, start + limits.turn_tokens)
@@ -490,7 +492,7 @@ class EpisodeEngine:
         most = self._limits.observation_tokens
         if most is None or len(text) <= most:  # a token has at least one character
             return text
-        ids = self._tokenizer.encode(text, add_special=False)
+        ids = self._tokenizer.encode(self._tokenizer.mask(text), add_special=False)
         return text if len(ids) <= most else self._tokenizer.decode(ids[:most]) + CUT
 
     def _finished(self, play: _Play, finish: Finish, limit: Limit | None = None) -> Completion:

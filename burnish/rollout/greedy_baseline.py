@@ -37,7 +37,7 @@ class Greedy:
 
 
 def _greedy(request: Request) -> Request:
-    params = replace(request.params, temperature=0.0)
+    params = replace(request.params, temperature=0.0, turn_temperatures=())
     return replace(request, request_id=f"{request.request_id}-greedy", n=1, params=params)
 
 

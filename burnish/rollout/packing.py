@@ -9,7 +9,7 @@ token sequences with prompts of their own. Also cuts batches into train batches 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from burnish.errors import ConfigError, DataError
-from burnish.types import Completion, FloatArray, Group, IntArray, LearnBatch, PackedBatch
+from burnish.types import (
+    Completion,
+    FloatArray,
+    Grade,
+    Group,
+    IntArray,
+    LearnBatch,
+    PackedBatch,
+)
 
 STREAMS = {
     "tokens": np.int64,
@@ -28,9 +36,15 @@ STREAMS = {
     "temperature": np.float32,
     "versions": np.int64,
     "values": np.float32,
+    "turn_rewards": np.float32,
 }
 """Fields of a batch with one value per token, [N] or None, which are not computed from the lengths
 of its segments, and their types."""
+OPTIONAL: dict[str, Callable[[Completion], bool]] = {
+    "values": lambda completion: completion.values is not None,
+    "turn_rewards": lambda completion: bool(completion.turns),
+}
+"""Streams that a batch has only if they apply to one of its completions."""
 PER_SAMPLE = ("lengths", "rewards", "parts")
 """Fields of a batch with one row per sample."""
 
@@ -63,8 +77,8 @@ def pack(groups: Sequence[Group], parts: Sequence[str] = ()) -> PackedBatch:
 
     ``parts`` names the parts of the grades that the batch must contain; raises a DataError if a
     grade lacks one. Only this function applies ``Prompt.scale``: rewards, parts (including a greedy
-    reward) and step values of a group are multiplied by the same factor, after length penalties and
-    before the advantage estimator.
+    reward), rewards of turns and step values of a group are multiplied by the same factor, after
+    length penalties and before the advantage estimator.
     """
     sizes = torch.tensor([len(group.completions) for group in groups])
     firsts = pad(sizes.cumsum(0), (1, 0)).tolist()
@@ -74,10 +88,12 @@ def pack(groups: Sequence[Group], parts: Sequence[str] = ()) -> PackedBatch:
         for segment in _segments(group, first)
     ]
     columns = zip(*(segment.streams for segment in segments), strict=True)
+    completions = [completion for group in groups for completion in group.completions]
+    left_out = {name for name, applies in OPTIONAL.items() if not any(map(applies, completions))}
     streams = {
         name: torch.from_numpy(np.concatenate(values).astype(kind))
         for (name, kind), values in zip(STREAMS.items(), columns, strict=True)
-        if name != "values" or _has_values(groups)
+        if name not in left_out
     }
     shape = _lay_out(
         torch.tensor([len(segment.streams[0]) for segment in segments]),
@@ -85,7 +101,7 @@ def pack(groups: Sequence[Group], parts: Sequence[str] = ()) -> PackedBatch:
         torch.tensor([s.sample for s in segments if s.sample is not None], dtype=torch.int64),
     )
     group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
-    lengths = torch.tensor([int(c.sampled.sum()) for group in groups for c in group.completions])
+    lengths = torch.tensor([int(c.sampled.sum()) for c in completions])
     rewards = np.concatenate([_scale(group) * group.rewards for group in groups])
     graded = np.concatenate([_scale(group) * _parts(group, parts) for group in groups])
     return PackedBatch(
@@ -121,49 +137,66 @@ def _segments(group: Group, first: int) -> Iterator[_Segment]:
     prompt, the responses that follow it, and then each prompt of a sequence's own with its
     response. The group's prompt is left out if no response follows it. Samples that begin with
     equal prompts of their own share one segment, as the first conversations of agents do."""
-    samples = list(enumerate(group.completions, first))
-    shared = [(n, c) for n, c in samples if not c.sequences or c.sequences[0].start]
+    streams = [_response_streams(group, *pair) for pair in group.graded]
+    samples = list(enumerate(zip(group.completions, streams, strict=True), first))
+    shared = [one for one in samples if not (c := one[1][0]).sequences or c.sequences[0].start]
     if shared:
         yield _Segment(None, _prompt_streams(group.prompt.token_ids))
-    for number, c in shared:
+    for number, (c, own) in shared:
         end = c.sequences[0].start if c.sequences else None
-        yield _Segment(number, _response_streams(group, c, slice(end)))
-    alike: dict[bytes, list[tuple[int, Completion]]] = {}
-    for number, c in samples:
+        yield _Segment(number, tuple(stream[:end] for stream in own))
+    alike: dict[bytes, list[_Segment]] = {}
+    for number, (c, own) in samples:
         if c.sequences and not c.sequences[0].start:
-            alike.setdefault(c.sequences[0].prompt.tobytes(), []).append((number, c))
-    for own in alike.values():
-        yield _Segment(None, _prompt_streams(own[0][1].sequences[0].prompt))
-        for number, c in own:
-            end = c.sequences[1].start if len(c.sequences) > 1 else None
-            yield _Segment(number, _response_streams(group, c, slice(end)))
-    for number, c in samples:
+            prompt, end = c.sequences[0].prompt, c.sequences[1].start if c.sequences[1:] else None
+            segments = alike.setdefault(
+                prompt.tobytes(), [_Segment(None, _prompt_streams(prompt))]
+            )
+            segments.append(_Segment(number, tuple(stream[:end] for stream in own)))
+    for segments in alike.values():
+        yield from segments
+    for number, (c, own) in samples:
         ends = [*(one.start for one in c.sequences[1:]), None]
         for one, end in zip(c.sequences, ends, strict=False):
             if one.start:
                 yield _Segment(None, _prompt_streams(one.prompt))
-                yield _Segment(number, _response_streams(group, c, slice(one.start, end)))
+                yield _Segment(number, tuple(stream[one.start : end] for stream in own))
 
 
 def _prompt_streams(tokens: IntArray) -> tuple[np.ndarray, ...]:
-    nothing = np.zeros(len(tokens))
-    return tokens, nothing > 0, nothing, nothing + 1, nothing, nothing + np.nan
+    nothing, unknown = np.zeros(len(tokens)), np.full(len(tokens), np.nan)
+    return tokens, nothing > 0, nothing, nothing + 1, nothing, unknown, unknown
 
 
-def _response_streams(group: Group, c: Completion, part: slice) -> tuple[np.ndarray, ...]:
-    """Return the arrays of `STREAMS` of a part of a completion."""
+def _response_streams(group: Group, c: Completion, grade: Grade) -> tuple[np.ndarray, ...]:
+    """Return the arrays of `STREAMS` of a completion."""
     temperature = np.full(len(c.token_ids), c.params.temperature)
+    for number, turn in enumerate(c.turns):
+        temperature[turn.start : turn.end] = c.params.temperature_of(number)
     action = c.sampled & c.in_loss
     logprobs = np.where(action, c.logprobs, 0)
     values = np.full(len(c.token_ids), np.nan)
     if c.values is not None:
         values = _scale(group) * c.values
-    streams = c.token_ids, action, logprobs, temperature, c.versions, values
-    return tuple(stream[part] for stream in streams)
+    rewards = _scale(group) * _turn_rewards(c, grade)
+    return c.token_ids, action, logprobs, temperature, c.versions, values, rewards
 
 
-def _has_values(groups: Sequence[Group]) -> bool:
-    return any(c.values is not None for group in groups for c in group.completions)
+def _turn_rewards(c: Completion, grade: Grade) -> FloatArray:
+    """Return the reward of the turn that ends with each token, [C]; NaN for other tokens.
+
+    A turn without a reward has 0. The last turn also has the difference between the grade and the
+    sum of the turns' rewards: the reward of a grader or a reward model, and a length penalty. A
+    response without turns counts as one turn.
+    """
+    rewards = np.full(len(c.token_ids), np.nan)
+    actions, given = np.flatnonzero(c.sampled), [turn.reward or 0.0 for turn in c.turns]
+    if len(actions):
+        ends = np.array([turn.end for turn in c.turns] or [len(c.token_ids)])
+        last = actions[np.searchsorted(actions, ends) - 1]  # the last sampled token of each turn
+        rewards[last] = given or 0.0
+        rewards[last[-1]] += grade.reward - sum(given)
+    return rewards.astype(np.float32)
 
 
 def _lay_out(lengths: Tensor, is_prompt: Tensor, samples: Tensor) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from burnish.graders.tally import name_failures
 from burnish.randomness import Stream
 from burnish.recipe.length import Overlong
 from burnish.recipe.recipe import RolloutConfig
-from burnish.rollout.episode_metrics import episode_columns
+from burnish.rollout.episode_metrics import episode_columns, lone_turns
 from burnish.rollout.greedy_baseline import set_apart
 from burnish.rollout.length import Shape, is_counted, is_cut, mask_cut, unshaped
 from burnish.rollout.step_values import Steps, describe_steps, valued
@@ -156,8 +156,8 @@ def _answers(
 
 
 def sampling_params(rollout: RolloutConfig, stop: tuple[str, ...], seed: int) -> SamplingParams:
-    """Build the sampling parameters of training from a recipe. The sorting model uses only the
-    temperature and the seed."""
+    """Build the sampling parameters of training from a recipe, without temperatures of turns. The
+    sorting model uses only the temperature and the seed."""
     names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
     settings = rollout.model_dump(include=names | {"max_tokens", "min_tokens"})
     if rollout.think is not None:
@@ -301,7 +301,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
     ]
     by_group = [[g.reward for g in group.grades if not g.is_error] for group in groups]
     scored = [own for own in by_group if own]
-    figures = averages(responses) | describe_steps(groups)
+    figures = averages(responses) | lone_turns(groups) | describe_steps(groups)
     sampled = [completion.sampled for group in groups for completion in group.completions]
     figures["tokens_sampled"] = float(sum(map(np.count_nonzero, sampled)))
     figures["tokens_sampled"] += figures.get("continuation_tokens", 0.0)

@@ -33,6 +33,8 @@ HELD = "groups."
 """Prefix of the names of these tensors in a checkpoint."""
 PER_TOKEN = ("token_ids", "logprobs", "versions", "sampled", "values")
 """Fields of a completion that are saved as tensors."""
+TUPLES = ("stop", "stop_ids", "turn_temperatures")
+"""Sampling parameters that are tuples, and lists in JSON."""
 NAMES = ("request_id", "sample_index", "stop", "text", "in_loss", "continued")
 """Fields of a completion that are saved as JSON."""
 
@@ -73,8 +75,8 @@ def load_held(
 
     def group(row: Mapping[str, Any]) -> Group:
         given: dict[str, Any] = row["params"]
-        stops = {name: tuple(given[name]) for name in ("stop", "stop_ids")}
-        params = SamplingParams(**{**given, **stops})
+        tuples = {name: tuple(given.get(name, ())) for name in TUPLES}
+        params = SamplingParams(**{**given, **tuples})
         completions = tuple(completion(saved, params) for saved in row["completions"])
         grades = tuple(Grade(**{**g, "status": Status(g["status"])}) for g in row["grades"])
         return Group(row["index"], prompt(row["index"]), completions, grades)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from burnish.errors import ConfigError
+from burnish.errors import ConfigError, RunError
 
 
 class Target(NamedTuple):
@@ -38,8 +38,9 @@ class Target(NamedTuple):
         return -value if self.is_lower_better else value
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise a ``ConfigError`` if the metric is required and missing from ``metrics``, the
-        metrics of the first validation."""
+        """Raise an error if the metric is required and missing from ``metrics``, the metrics of the
+        first validation: a ``RunError`` if the run can continue with another metric, otherwise a
+        ``ConfigError``."""
         if self.metric in metrics or not self.is_required:
             return
         if not metrics:
@@ -49,7 +50,7 @@ class Target(NamedTuple):
                 "held-out prompts"
             )
         known = ", ".join(sorted(name for name in metrics if name.startswith("validation/")))
-        raise ConfigError(
+        raise RunError(
             f"validation.metric = '{self.metric}' is not a metric of this run's validations; "
             f"use one of {known}, as --set validation.metric=NAME of `burnish resume`"
         )

@@ -20,9 +20,20 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from burnish.console.text import printable
-from burnish.errors import BurnishError, RunError
+from burnish.errors import (
+    ActorError,
+    BurnishError,
+    ChildError,
+    ConfigError,
+    DataError,
+    EngineError,
+    GraderError,
+    ModelError,
+    RunError,
+)
+from burnish.runs import checkpoints
 from burnish.runs.directory import RunDirectory
-from burnish.runs.report import Failure, write_failure, write_report
+from burnish.runs.report import CONTINUE, Failure, write_failure, write_report
 from burnish.runs.resuming import command_to_resume
 from burnish.runs.verdicts import smaller_passes
 
@@ -40,6 +51,13 @@ OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 """Messages of errors about memory, also of errors that another process has sent as text."""
+PASSING = (ActorError, ChildError, EngineError)
+"""Errors of other processes, which may not return when a run is resumed."""
+CORRECT = "correct the cause first, or the error returns; then continue with"
+NEW_RUN = (
+    "correct the recipe and start a new run; this one keeps its recipe, and resuming it would "
+    "repeat the error"
+)
 LONGEST = 2000
 """Number of characters of an error's message that status.json keeps, so that the status fits into
 the space that the file occupies on a full disk. log.txt has the whole message."""
@@ -118,7 +136,7 @@ def recorded(
 def _record(attempt: Attempt, failure: Failure, error: Exception) -> list[str]:
     """Write a failure to the run's files if the run exists and has not been finished; return notes
     for the exception."""
-    path, again = attempt.path, [f"continue with: {failure.command}"]
+    path, again = attempt.path, [failure.advice]
     if not attempt.is_restored and (path / "summary.json").exists():
         return again
     if not attempt.is_open or not (path / "recipe.toml").exists():
@@ -132,7 +150,7 @@ def record_failure(
     """Write a failure to status.json, report.html and, if ``logs``, log.txt of the run at ``path``;
     return a sentence for each file that could not be written. No exception is raised."""
     lines = [f"the run failed: {failure.kind}: {failure.message}", failure.remedy]
-    lines += [f"continue with: {failure.command}"]
+    lines += [failure.advice]
     if not (failure.kind in EXPLAINED or isinstance(error, BurnishError)):
         lines.append("".join(traceback.format_exception(error)).rstrip())
     text = "".join(f"{printable(line)}\n" for line in lines if line)
@@ -181,10 +199,11 @@ def writing(run: Path) -> Iterator[None]:
 
 
 def explain(error: BaseException, path: Path, command: str, *, logs: bool = True) -> Failure:
-    """Describe the ``error`` that ended the run at ``path``: its kind, message and remedy.
+    """Describe the ``error`` that ended the run at ``path``: its kind, message and remedy, and
+    whether its cause has to be corrected before the run continues.
 
-    ``command`` is the command that continues the run, and becomes part of the result. ``logs`` is
-    true if log.txt has the traceback.
+    ``command`` is the command that continues the run, and becomes part of the result if it may
+    succeed. ``logs`` is true if log.txt has the traceback.
     """
     kind, message, remedy = type(error).__name__, str(error) or type(error).__name__, ""
     is_known, system = isinstance(error, BurnishError), _system_error(error)
@@ -212,7 +231,10 @@ def explain(error: BaseException, path: Path, command: str, *, logs: bool = True
     elif not is_known:
         said = f"{kind}: {message}" if str(error) else kind
         remedy = f"{path / 'log.txt'} has the traceback" if logs else ""
-    return Failure(kind, message if is_known else said, remedy, command)
+    lead = _lead(error, path, command) if kind == type(error).__name__ else CONTINUE
+    return Failure(
+        kind, message if is_known else said, remedy, "" if lead == NEW_RUN else command, lead
+    )
 
 
 @contextmanager
@@ -226,6 +248,25 @@ def closing_last(parts: C) -> Iterator[C]:
             parts.close()
         raise
     parts.close()
+
+
+def _lead(error: BaseException, path: Path, command: str) -> str:
+    """Return the text before the ``command`` that continues the run at ``path``; `NEW_RUN` if the
+    command can't succeed.
+
+    A run computes the same on each attempt, so most errors return unless their cause is corrected.
+    """
+    if isinstance(error, PASSING):
+        return CONTINUE
+    if isinstance(error, ConfigError):
+        return NEW_RUN
+    notes = []
+    if isinstance(error, GraderError | DataError) and checkpoints.latest(path):
+        option = "--anyway" if command.startswith("burnish resume ") else "anyway=True"
+        notes.append(f"add {option} if a reward or data file has changed")
+    if isinstance(error, DataError | ModelError):
+        notes.append("a changed recipe needs a new run")
+    return CORRECT + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

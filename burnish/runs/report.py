@@ -42,6 +42,10 @@ SILENCE = 60.0
 """Seconds without a status update after which a run no longer counts as running."""
 
 
+CONTINUE = "continue with"
+"""Text before the command that continues a run, if the command alone may cure an error."""
+
+
 class Failure(NamedTuple):
     """Why a run failed, and how to continue it."""
 
@@ -53,12 +57,18 @@ class Failure(NamedTuple):
     remedy: str
     """What to do before the command; empty if the message says it, or if nothing is known."""
     command: str
-    """The command that continues the run."""
+    """The command that continues the run; empty if resuming would repeat the error."""
+    lead: str = CONTINUE
+    """Text before the command: whether the cause has to be corrected first. Without a command, it
+    says what to do instead."""
+
+    @property
+    def advice(self) -> str:
+        """A line that says how to go on: the lead and the command."""
+        return f"{self.lead}: {self.command}" if self.command else self.lead
 
     def __str__(self) -> str:
-        return "\n".join(
-            filter(None, [self.message, self.remedy, f"continue with: {self.command}"])
-        )
+        return "\n".join(filter(None, [self.message, self.remedy, self.advice]))
 
 
 def write_report(run: Path, *, limit: int = LIMIT) -> Path:
@@ -175,7 +185,8 @@ def read_failure(run: Path) -> Failure | None:
     error = status.get("error") if status.get("state") == "failed" else None
     if not isinstance(error, dict):
         return None
-    return Failure(*(str(error.get(name, "")) for name in Failure._fields))
+    known = {"lead": CONTINUE} | error
+    return Failure(*(str(known.get(name, "")) for name in Failure._fields))
 
 
 def _read_status(run: Path) -> dict[str, Any]:
@@ -200,7 +211,8 @@ def run_state(run: Path, done: int, total: int | None, *, now: float) -> dict[st
     "kind" is "running", "finished", "failed", "stopped" or "silent" (no recent status), and "text"
     the state with the steps. "doing" and "share" are the current work and the completed share of
     its phase; "" and None unless the run is running. "error" is the `Failure` of a failed run as a
-    dict, otherwise None. "command" continues the run; None if it is running or finished.
+    dict, otherwise None. "command" continues the run; None if it is running or finished, and empty
+    if resuming would repeat the error.
 
     ``now`` is the time in seconds since 1970, ``done`` the number of finished steps. ``total`` is
     the number of all steps; None if only the status knows it.

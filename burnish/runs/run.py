@@ -54,8 +54,8 @@ class Run:
 
     @property
     def error(self) -> Failure | None:
-        """Why the run failed: ``kind``, ``message``, ``remedy`` and the ``command`` that continues
-        it. None if the run did not fail, or has been resumed since."""
+        """Why the run failed (``kind``, ``message``, ``remedy``), and how to go on (``advice``, and
+        the ``command`` in it). None if the run did not fail, or has been resumed since."""
         return read_failure(self.path)
 
     @property

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from burnish.environments.sandbox import PythonSource
 from burnish.environments.search import SearchSource
 from burnish.environments.tools import ToolSettings, ToolSource
 from burnish.errors import DataError
+from burnish.graders.judge import Judge
 from burnish.graders.pool import Grader, GraderLimits, make_grader
 from burnish.model.conversation import ConversationFormat, default_call_format
 from burnish.model.tokenizer import Tokenizer
 from burnish.randomness import Purpose, Stream, uniforms
 from burnish.recipe.costs import Room
 from burnish.recipe.tasks import EnvironmentTask
+from burnish.tasks.judged import named_rubric
 from burnish.tasks.rows import (
     HELD_OUT_SEED,
     DataRow,
@@ -89,7 +92,7 @@ class EpisodeTask:
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         rewards = [episode_reward(completion) for _, completion in pairs]
         ungraded = [
-            (completion.turns[-1].text, _with_messages(prompt, completion))
+            (completion.turns[-1].text, _with_messages(prompt, completion, dict(prompt.reference)))
             for (prompt, completion), reward in zip(pairs, rewards, strict=True)
             if reward is None and not episode_error(completion)
         ]
@@ -144,14 +147,19 @@ class EpisodeTask:
             raise DataError(f"{row.where}: {_name(self.config)}: {found.error}")
         episode = Episode(fields, seed, tuple(found.messages), self.config.system)
         messages = episode.opening if found.messages else []
+        asked = plain_text(messages) if messages else ""
+        reference = dict(fields)
+        if self.config.judge is not None:
+            given = fields.get("rubric", self.config.rubric)
+            reference |= {"asked": asked, "rubric": named_rubric(given, row.where)}
         ids = self.conversation.open(messages) if messages else self._nothing
         return Prompt(
             f"{self.config.name}/{name}",
             self._tokenizer.decode(ids),
             ids,
             self.config.name,
-            fields,
-            question=plain_text(messages) if messages else "",
+            reference,
+            question=asked,
             episode=episode,
         )
 
@@ -169,7 +177,11 @@ def make_environment(
     train, held_out = load_starts(config, seed)
     check_trainable(train, held_out)
     tell_split(train, held_out, config.validation_rows)
-    grader = None if config.reward is None else make_grader(config.reward, reward_limits(config))
+    grader: Grader | None = None
+    if config.judge is not None:
+        grader = Judge(config.judge)
+    elif config.reward is not None:
+        grader = make_grader(config.reward, reward_limits(config))
     return EpisodeTask(
         config,
         train=train,
@@ -185,7 +197,11 @@ def load_starts(config: EnvironmentTask, seed: int) -> tuple[Rows, Rows]:
     """Read and check the rows from which environments start; return training and validation
     rows."""
     check = check_start if config.environment is not None else check_prompt_start
-    return load_rows(config, seed=seed, check=check)
+    loaded = load_rows(config, seed=seed, check=check)
+    if config.judge is not None:
+        for row in chain(*loaded):
+            named_rubric(row["row"].get("rubric", config.rubric), row.where)
+    return loaded
 
 
 def try_environment(config: EnvironmentTask, row: DataRow) -> None:
@@ -305,13 +321,13 @@ def metrics_of(completion: Completion) -> dict[str, float]:
     return found
 
 
-def _with_messages(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    """Return the row of an episode with all of its messages, for the reward."""
+def _with_messages(prompt: Prompt, completion: Completion, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of an episode with all of its messages, for the reward or the judge."""
     assert prompt.episode is not None
     messages: list[Any] = list(completion.first_messages or prompt.episode.messages)
     for turn in completion.turns:
         messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
-    return {**prompt.episode.row, "messages": messages}
+    return {**row, "messages": messages}
 
 
 def row_with_messages(row: Mapping[str, Any]) -> dict[str, Any]:

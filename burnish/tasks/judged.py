@@ -1,5 +1,6 @@
 """The judged task: a judge, which is a language model, scores responses by the criteria of a
-rubric. It may also propose further criteria during a run."""
+rubric. It may also propose further criteria during a run. Episodes with a judge use the same
+rubrics."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from burnish.errors import DataError
 from burnish.graders.judge import Judge
 from burnish.graders.rubric import ask_criteria, read_criteria
 from burnish.recipe.judge import EvolveConfig, Rubric
-from burnish.recipe.tasks import JudgedTask
+from burnish.recipe.tasks import EnvironmentTask, JudgedTask
 from burnish.tasks.rows import DataRow, check_prompt, load_rows
 from burnish.tasks.text import TextTask, make_rows_task, plain_text
 from burnish.types import Group, Prompt
@@ -33,7 +34,13 @@ def check_judged(config: JudgedTask, row: Any, where: str) -> DataRow:
     Raise a DataError, which names the place ``where``, if the row is invalid or has no rubric.
     """
     found = check_prompt(row, where)
-    given = found.get("rubric", config.rubric)
+    named = named_rubric(found.get("rubric", config.rubric), where)
+    return DataRow(found | {"asked": plain_text(found["prompt"]), "rubric": named}, where)
+
+
+def named_rubric(given: Any, where: str) -> dict[str, tuple[str, float]]:
+    """Check the rubric of a row or of the recipe, None if neither has one; return its criteria by
+    name, or raise a DataError."""
     if given is None:
         raise DataError(f"{where}: no field 'rubric', and task.rubric is not set; give one of them")
     try:
@@ -43,8 +50,7 @@ def check_judged(config: JudgedTask, row: Any, where: str) -> DataRow:
         if not message.startswith("needs"):
             message = f"must be a list of [text, weight] pairs: {message}, got {str(given)[:80]}"
         raise DataError(f"{where}: rubric {message}") from None
-    named = {f"{GIVEN}{k}": criterion for k, criterion in enumerate(rubric, 1)}
-    return DataRow(found | {"asked": plain_text(found["prompt"]), "rubric": named}, where)
+    return {f"{GIVEN}{k}": criterion for k, criterion in enumerate(rubric, 1)}
 
 
 def make_judged(config: JudgedTask, *, seed: int, **how: Any) -> TextTask:
@@ -165,5 +171,5 @@ def evolving(tasks: Mapping[str, Any]) -> dict[str, Evolving]:
     return {
         part: Evolving(one.evolve, Judge(one.judge))
         for part, one in tasks.items()
-        if isinstance(one, JudgedTask) and one.evolve is not None
+        if isinstance(one, JudgedTask | EnvironmentTask) and one.evolve and one.judge
     }

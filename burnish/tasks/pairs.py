@@ -35,7 +35,7 @@ from burnish.tasks.rows import (
     shuffled,
     tell_split,
 )
-from burnish.tasks.text import TODAY, check_system, render_prompt, surely_fits
+from burnish.tasks.text import TODAY, check_system, render_prompt, surely_fits, template_of
 from burnish.types import Completion, Finish, Grade, Group, IntArray, Prompt, SamplingParams
 
 SIDES = ("chosen", "rejected")
@@ -136,6 +136,7 @@ def write_pair(
     else:
         text, has_special, texts = _render(row, config, tokenizer)
         prompt = tokenizer.encode(text, add_special=has_special)
+        text = tokenizer.unmask(text)
         sides = tuple(written(row.where, i, side, tokenizer) for i, side in enumerate(texts))
     lengths = [len(side.token_ids) for side in sides]
     for which, length, bound, setting in (
@@ -155,13 +156,20 @@ def _render(
     row: DataRow, config: PairsTask | PreferencesTask, tokenizer: Tokenizer
 ) -> tuple[str, bool, list[str]]:
     """Return a row's prompt as the model's input, whether the tokenizer adds its special tokens to
-    it, and the texts of the responses."""
-    content, texts = row["prompt"], [row[side] for side in SIDES if side in row]
+    it, and the texts of the responses. Special tokens of rows are masked in all of them."""
+    mask: Callable[[str], str] = str if config.special_tokens == "control" else tokenizer.mask
+    content, texts = row["prompt"], [mask(row[side]) for side in SIDES if side in row]
     if isinstance(config, PairsTask):
         if isinstance(content, str):
             content = config.prompt.replace("{prompt}", content)
-        texts = [config.answer.replace("{answer}", MARKS.sub("", row["answer"]))]
-    text, has_special = render_prompt(tokenizer, content, chat=config.chat, system=config.system)
+        texts = [config.answer.replace("{answer}", mask(MARKS.sub("", row["answer"])))]
+    text, has_special = render_prompt(
+        tokenizer,
+        content,
+        chat=config.chat,
+        system=config.system,
+        template=template_of(config),
+    )
     return text, has_special, texts
 
 
@@ -230,7 +238,7 @@ def written(where: str, number: int, text: str, tokenizer: Tokenizer) -> Complet
         params=SamplingParams(),
         finish=Finish.STOP,
         stop=int(ids[-1]),
-        text=text,
+        text=tokenizer.unmask(text),
     )
 
 

@@ -20,7 +20,17 @@ from burnish.graders.rewards import Reward
 from burnish.graders.weighted import Member, WeightedGrader
 from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.costs import Room
-from burnish.recipe.tasks import AnyPart, FilesTask, GradedTask, JudgedTask, MathTask, QuestionTask
+from burnish.recipe.tasks import (
+    AnyPart,
+    FilesTask,
+    GradedTask,
+    JudgedTask,
+    MathTask,
+    PairsTask,
+    PreferencesTask,
+    PromptsTask,
+    QuestionTask,
+)
 from burnish.tasks.rows import (
     DataRow,
     Rows,
@@ -34,6 +44,8 @@ from burnish.types import Completion, Grade, IntArray, Prompt
 Messages = Sequence[Mapping[str, Any]]
 SPECIAL = 16
 """Upper bound of the special tokens that a tokenizer adds to a text."""
+QUESTION = "{question}"
+"""Place of a question, or of a row's prompt, in a template."""
 TODAY = datetime(2026, 1, 1)
 """Date for chat templates that write one. It is fixed, so that a resumed run has the same
 prompts."""
@@ -76,6 +88,7 @@ class TextTask:
         """
         self.config, self._question = config, question
         self._system: str | None = getattr(config, "system", None)
+        self._template = template_of(config)
         self._tokenizer, self.grader = tokenizer, grader
         self._room = room if getattr(config, "long_prompts", "skip") == "cut" else None
         self.validation = [self.write(question) for question in held_out]
@@ -109,17 +122,22 @@ class TextTask:
         if self._room is not None and len(ids) > self._room.tokens:
             ids = ids[-self._room.tokens :]
             text = self._tokenizer.decode(ids)
+        text = self._tokenizer.unmask(text)
         name, row = f"{config.name}/{question.name}", dict(question.row)
         return Prompt(name, text, ids, config.name, row, question.part, shown)
 
     def _render(self, question: Question) -> tuple[str, bool, str]:
-        """Return the model's input as text, whether the tokenizer adds its special tokens to it,
-        and the hint with the white space before it."""
+        """Return the model's input as text in which the special tokens of data are masked, whether
+        the tokenizer adds its special tokens to it, and the hint with the white space before it."""
         text, has_special = render_prompt(
-            self._tokenizer, question.content, chat=self.config.chat, system=self._system
+            self._tokenizer,
+            question.content,
+            chat=self.config.chat,
+            system=self._system,
+            template=self._template,
         )
         hint = question.hint and ("" if text[-1:].isspace() else " ") + question.hint
-        return text + hint, has_special, hint
+        return text + self._tokenizer.mask(hint), has_special, hint
 
     def check_room(
         self, room: Room | None, questions: Iterable[tuple[str, Question]], total: int = 0
@@ -153,27 +171,56 @@ class TextTask:
 def encode_prompt(
     tokenizer: Tokenizer, content: str | Messages, *, chat: bool, system: str | None = None
 ) -> tuple[str, IntArray]:
-    """Return the model's input as text and as token ids.
+    """Return the model's input as text and as token ids. Arguments as in `render_prompt`, but
+    special tokens in a text that is used unchanged are control tokens."""
+    text, has_special = render_prompt(tokenizer, content, chat=chat, system=system, template=None)
+    return tokenizer.unmask(text), tokenizer.encode(text, add_special=has_special)
+
+
+def render_prompt(
+    tokenizer: Tokenizer,
+    content: str | Messages,
+    *,
+    chat: bool,
+    system: str | None = None,
+    template: str | None = QUESTION,
+) -> tuple[str, bool]:
+    """Return the model's input as text, and whether the tokenizer adds its special tokens to it.
+    Special tokens in the content are masked, so that `Tokenizer.encode` encodes them as text.
 
     Messages are formatted with the chat template. A text is formatted as a single user message if
     ``chat`` is true, and is used unchanged otherwise. ``system`` is the content of a system message
     before them, and None for no system message; a text that is used unchanged gets none.
+    ``template`` is the recipe's text with {question} that a text which is used unchanged begins and
+    ends with: special tokens there are control tokens. None: they are in the whole text.
     """
-    text, has_special = render_prompt(tokenizer, content, chat=chat, system=system)
-    return text, tokenizer.encode(text, add_special=has_special)
-
-
-def render_prompt(
-    tokenizer: Tokenizer, content: str | Messages, *, chat: bool, system: str | None = None
-) -> tuple[str, bool]:
-    """Return the model's input as text, and whether the tokenizer adds its special tokens to it.
-    Arguments as in ``encode_prompt``."""
     if isinstance(content, str) and not chat:
-        return content, True
+        return content if template is None else _masked(tokenizer, content, template), True
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
     return tokenizer.chat(messages, now=TODAY), False
+
+
+def template_of(config: AnyPart | PairsTask | PreferencesTask) -> str | None:
+    """Return the template of `render_prompt` for a task; None if its rows may contain control
+    tokens."""
+    if isinstance(config, QuestionTask):
+        return config.template
+    if isinstance(config, PromptsTask) and config.special_tokens == "control":
+        return None
+    return (
+        config.prompt.replace("{prompt}", QUESTION) if isinstance(config, PairsTask) else QUESTION
+    )
+
+
+def _masked(tokenizer: Tokenizer, text: str, template: str) -> str:
+    """Return a text with special tokens masked that are not from its template."""
+    before, after = template.partition(QUESTION)[0], template.rpartition(QUESTION)[2]
+    inner = text[len(before) : len(text) - len(after)]
+    if f"{before}{inner}{after}" != text:
+        return tokenizer.mask(text)
+    return before + tokenizer.mask(inner) + after
 
 
 def surely_fits(text: str, tokens: int) -> bool:
@@ -193,7 +240,11 @@ def check_system(tokenizer: Tokenizer, system: str | None) -> None:
     asked = {"role": "user", "content": "?"}
     try:
         text = tokenizer.chat([{"role": "system", "content": system}, asked], now=TODAY)
-        reason = None if system.strip() in text else "its chat template leaves the message out"
+        reason = (
+            None
+            if tokenizer.mask(system).strip() in text
+            else "its chat template leaves the message out"
+        )
     except ModelError as error:
         reason = str(error).partition(";")[0]
     if reason is not None:
@@ -210,7 +261,7 @@ def encode_chat(tokenizer: Tokenizer, messages: Messages) -> IntArray:
     if tokenizer.chat_template is not None:
         return encode_prompt(tokenizer, messages, chat=True)[1]
     text = "".join(f"{message['content']}\n" for message in messages)
-    return encode_prompt(tokenizer, text, chat=False)[1]
+    return tokenizer.encode(tokenizer.mask(text))
 
 
 def plain_text(content: str | Messages) -> str:

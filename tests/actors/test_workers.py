@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burnish.actors.workers import LearnerWorker
-from burnish.errors import ConfigError, EngineError
+from burnish.errors import EngineError, GraderError
 from burnish.launch.local import build_task
 from burnish.launch.ray import make_generator, make_learner, make_scorer
 from burnish.launch.resolve import resolve
@@ -48,7 +48,7 @@ def test_a_scorer_whose_node_lacks_a_key_does_not_start(
     }
     model = {"name": "scratch", "tokenizer": "bytes"}
     recipe = load_recipe({"task": task | {"judge": judge}, "model": model, "runtime": "ray"})
-    with pytest.raises(ConfigError, match="'NO_SUCH_KEY' is not set in the environment"):
+    with pytest.raises(GraderError, match="'NO_SUCH_KEY' is not set in the environment"):
         make_scorer(recipe)
 
 

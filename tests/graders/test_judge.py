@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from burnish.errors import ConfigError, GraderError
+from burnish.errors import GraderError
 from burnish.graders import judge as judges
 from burnish.graders import rubric
 from burnish.graders.judge import Judge
@@ -187,7 +187,7 @@ def test_responses_are_asked_at_once_and_come_back_in_order():
 def test_a_judge_is_asked_before_a_run(monkeypatch):
     with endpoint(lambda request: "anything", key="secret") as (url, _):
         config = JudgeConfig(url=url, model="m", key="JUDGE_KEY_OF_A_TEST")
-        with pytest.raises(ConfigError, match="is not set in the environment; export it"):
+        with pytest.raises(GraderError, match="is not set in the environment; export it"):
             Judge(config).check()
         monkeypatch.setenv("JUDGE_KEY_OF_A_TEST", "wrong")
         with pytest.raises(GraderError, match=r"no chat completion \(status 401.*usually with /v1"):

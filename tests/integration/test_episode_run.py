@@ -407,9 +407,9 @@ def test_an_environment_is_tried_before_the_model_is_loaded(folder):
 
 def test_settings_that_do_not_go_with_episodes_are_refused_together(folder):
     with pytest.raises(ConfigError) as caught:
-        load_recipe("keywords", [*EPISODES, "objective.advantage=remax"])
+        load_recipe("keywords", [*EPISODES, "objective.advantage=vine"])
     assert str(caught.value) == (
-        "task.name = 'environment' can't be combined with objective.advantage.name = 'remax' yet; "
+        "task.name = 'environment' can't be combined with objective.advantage.name = 'vine' yet; "
         "use objective.advantage.name = 'group_mean'"
     )
 

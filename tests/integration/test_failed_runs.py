@@ -63,14 +63,16 @@ def test_a_run_records_why_it_failed_and_goes_on(place, error, whole, tmp_path, 
     path, run = tmp_path / "run", burnish.Run(tmp_path / "run")
     last = checkpoints.latest(path)
     assert (last and last.name) == checkpoint
-    assert caught.value.__notes__[-1] == f"continue with: burnish resume {path}"
+    assert caught.value.__notes__[-1] == run.error.advice
+    assert run.error.lead.startswith("correct the cause first, or the error returns; then continue")
+    assert ("--anyway" in run.error.lead) == (last is not None and isinstance(error, GraderError))
     assert run.error.kind == type(error).__name__
     assert str(error) in run.error.message
     assert run.error.command == f"burnish resume {path}"
     status = json.loads((path / "status.json").read_text())
     assert (status["state"], status["error"]) == ("failed", run.error._asdict())
     log = (path / "log.txt").read_text()
-    assert f"continue with: {run.error.command}" in log
+    assert run.error.advice in log
     assert ("Traceback" in log) == isinstance(error, ZeroDivisionError)
     state = data_of(path / "report.html")["state"]
     assert (state["kind"], state["error"]["message"]) == ("failed", run.error.message)
@@ -263,4 +265,5 @@ def test_the_command_line_says_how_to_go_on(tmp_path, capfd, monkeypatch):
     with pytest.raises(SystemExit):
         main.main()
     said = capfd.readouterr().err
-    assert said.endswith("error: no\ncontinue with: burnish resume 'my run'\n")
+    lead = "correct the cause first, or the error returns; then continue with"
+    assert said.endswith(f"error: no\n{lead}: burnish resume 'my run'\n")

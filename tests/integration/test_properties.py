@@ -751,6 +751,10 @@ EFFECTS = {
 """By setting: settings of a recipe, more of them, and another value of the setting."""
 
 
+OF_EPISODES = {"objective.advantage.gae.over", "objective.advantage.turn_mean.gamma"}
+"""Settings that only episodes have; see tests/integration/test_turn_credit_run.py."""
+
+
 def changed_recipe(models, setting, base, value):
     """The two recipes of an entry of ``EFFECTS``."""
     base = dict(base)
@@ -798,7 +802,7 @@ def test_no_setting_is_left_out():
     wanted |= fields(EntropyTarget, "objective.entropy")
     kept = fields(objective.ObjectiveConfig, "objective")
     wanted |= kept - {f"objective.{kind}" for kind in objective.KINDS}
-    assert wanted == set(EFFECTS)
+    assert wanted == set(EFFECTS) | OF_EPISODES
 
 
 def names_of(union):
@@ -811,5 +815,6 @@ def names_of(union):
 def test_every_estimator_is_in_a_property():
     """A new advantage is put into one of the families above, or here with its reason."""
     by_others = {"gae", "teacher", "own"}  # a critic, a teacher or a script decides
+    by_others |= {"turn_mean"}  # needs turns; see tests/rl/test_advantages.py
     known = set(itertools.chain(GROUPED, SCALED, UNSCALED, BY_BATCH)) | by_others
     assert known == set(names_of(advantages.AnyAdvantage))

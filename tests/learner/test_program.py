@@ -17,7 +17,7 @@ from burnish.recipe.plan import objective_lines
 from burnish.rl import advantages, kl, losses, ratios
 from burnish.rl.sequences import on_last_action, sequence_sum
 from burnish.rollout.packing import Pack, pack
-from burnish.types import Measured, Scores
+from burnish.types import Measured, Scores, Turn
 
 
 def make_program(**settings):
@@ -52,7 +52,23 @@ def with_values(groups):
     return [replace(g, completions=tuple(map(valued, g.completions))) for g in groups]
 
 
+def with_turns(groups):
+    """Turns of two tokens, of which every second one has no reward."""
+
+    def one(completion):
+        starts = range(0, len(completion.token_ids), 2)
+        ends = [min(start + 2, len(completion.token_ids)) for start in starts]
+        turns = tuple(
+            Turn(start, end, "", (), None if place % 2 else 0.25 + place, {}, None)
+            for place, (start, end) in enumerate(zip(starts, ends, strict=True))
+        )
+        return replace(completion, turns=turns)
+
+    return [replace(g, completions=tuple(map(one, g.completions))) for g in groups]
+
+
 SETTINGS = {
+    "turn_mean": {"gamma": 0.9},
     "group_zscore": {"eps": 0.5},
     "best_of_group": {"centered": True},
     "reinforce_plus_plus": {"gamma": 0.9},
@@ -87,6 +103,7 @@ def test_advantages(name, two_groups):
     settings = SETTINGS.get(name, {})
     program = make_program(advantage={"name": name, **settings})
     groups = with_values(two_groups) if name == "vine" else two_groups
+    groups = with_turns(groups) if name == "turn_mean" else groups
     batch = pack(with_parts(groups), program.graded)
     mask, ids = batch.is_action, batch.sample_ids
     proximal, taught = random(batch, 0), random(batch, 1)
@@ -110,6 +127,14 @@ def test_advantages(name, two_groups):
             on_last_action(r, mask, ids), mask, gamma=0.9, sequence_ids=ids
         ),
     }
+    over_tokens["turn_mean"] = lambda: advantages.turn_mean(
+        batch.turn_rewards.nan_to_num(),
+        batch.turn_rewards.isfinite(),
+        mask,
+        g,
+        gamma=0.9,
+        sequence_ids=ids,
+    )
     over_tokens["vine"] = lambda: advantages.vine(
         on_last_action(r, mask, ids), batch.values, mask, sequence_ids=ids
     )
@@ -126,9 +151,57 @@ def test_advantages(name, two_groups):
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", ["raw", "reinforce_plus_plus"])
+def test_gae_over_turns(two_groups):
+    def value(batch):
+        return batch.positions.float()
+
+    settings = {"gamma": 0.9, "lam": 0.8}
+    program = make_program(advantage={"name": "gae", "values": value, "over": "turns", **settings})
+    batch = pack(with_turns(two_groups))
+    rewards, ends = batch.turn_rewards.nan_to_num(), batch.turn_rewards.isfinite()
+    mask, ids = batch.is_action, batch.sample_ids
+    expected, _ = advantages.turn_gae(
+        rewards, value(batch), ends, mask, **settings, sequence_ids=ids
+    )
+    torch.testing.assert_close(program.advantages(batch, Scores()), expected)
+    assert len(set(expected[ids == 2].tolist())) == 3  # the prompt's 0, and two turns
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_an_episode_gets_the_reward_of_a_turn_at_its_end(name, two_groups):
+    """Not at the end of the episode, so that later turns are not credited with it."""
+    batch = pack(with_turns(two_groups))
+    mask, ids = batch.is_action, batch.sample_ids
+    rewards = batch.turn_rewards.nan_to_num()
+    assert not torch.equal(rewards, on_last_action(batch.rewards, mask, ids))
+    zeros = torch.zeros_like(rewards)
+    if name == "gae":
+        own = {"values": lambda batch: zeros, "gamma": 0.9}
+        expected = advantages.gae(rewards, zeros, mask, gamma=0.9, sequence_ids=ids)[0]
+    else:
+        own = {"gamma": 0.9}
+        expected = advantages.reinforce_plus_plus(rewards, mask, gamma=0.9, sequence_ids=ids)
+    program = make_program(advantage={"name": name, **own})
+    torch.testing.assert_close(program.advantages(batch, Scores()), expected)
+
+
+def test_episodes_that_are_not_in_the_loss_count_in_the_mean_of_turns(two_groups):
+    groups = with_turns(two_groups)
+    first, *others = groups[1].completions
+    first = replace(first, in_loss=False)
+    masked = [groups[0], replace(groups[1], completions=(first, *others))]
+    program = make_program(advantage="turn_mean")
+    whole, part = pack(groups), pack(masked)
+    expected = program.advantages(whole, Scores())
+    got = program.advantages(part, Scores())
+    is_masked = whole.sample_ids == 2
+    assert expected[is_masked].any()
+    torch.testing.assert_close(got, torch.where(is_masked, 0.0, expected))
+
+
+@pytest.mark.parametrize("name", ["turn_mean", "raw", "reinforce_plus_plus"])
 def test_kl_in_the_reward_lowers_it(name, two_groups):
-    batch = pack(two_groups)
+    batch = pack(with_turns(two_groups) if name == "turn_mean" else two_groups)
     mask, ids = batch.is_action, batch.sample_ids
     proximal, reference = random(batch, 0), random(batch, 1)
     term = {"name": "k1", "where": "reward", "coefficient": 0.5}
@@ -138,8 +211,13 @@ def test_kl_in_the_reward_lowers_it(name, two_groups):
     if name == "raw":
         sums = [x[mask & (ids == i)].sum() for i in range(5)]
         expected = torch.where(mask, (batch.rewards - 0.5 * torch.stack(sums))[ids], 0.0)
+    elif name == "turn_mean":
+        ends, rewards = batch.turn_rewards.isfinite(), batch.turn_rewards.nan_to_num() - 0.5 * x
+        groups = batch.group_ids
+        expected = advantages.turn_mean(rewards, ends, mask, groups, sequence_ids=ids)
     else:
-        rewards = kl.penalised_rewards(batch.rewards, x, mask, coefficient=0.5, sequence_ids=ids)
+        placed = on_last_action(batch.rewards, mask, ids)
+        rewards = kl.penalised_rewards(placed, x, mask, coefficient=0.5)
         expected = advantages.reinforce_plus_plus(rewards, mask, sequence_ids=ids)
     torch.testing.assert_close(got, expected)
 

@@ -13,7 +13,7 @@ from burnish.rollout.packing import Pack, cut, pack, take, train_batches
 from burnish.types import PackedBatch, SequenceStart
 from tests.learner.conftest import make_groups, make_learner, make_policy
 from tests.learner.gang import run_ranks
-from tests.learner.test_program import BOUNDS, SETTINGS, names, with_parts, with_values
+from tests.learner.test_program import BOUNDS, SETTINGS, names, with_parts, with_turns, with_values
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 CUTS = (((3,), (), (0, 2, 4), (1,)), ((0,), (0, 1), (0, 3)), ((), (2,), (4,)), ((1,), ()))
@@ -84,7 +84,7 @@ def learned(learner, groups):
 
 
 def assert_learned_alike(objective, critic=None, valued=False, **train):
-    groups = with_parts(make_groups())
+    groups = with_parts(with_turns(make_groups()))
     if objective.get("advantage", {}) == {"name": "maxrl", "eps": 0.5}:  # it refuses negative ones
         groups = [
             dataclasses.replace(
@@ -156,6 +156,8 @@ def test_a_critic_and_packs(shared, split):
     critic = {"learning_rate": 1e-2, "shared": shared}
     gae = {"advantage": {"name": "gae", "gamma": 0.9, "lam": 0.8}, "reduction": "token_mean"}
     assert_learned_alike(gae, critic, **split)
+    gae["advantage"]["over"] = "turns"
+    assert_learned_alike(gae, critic, **split)
     assert_learned_alike({"ratio": "sequence", "loss": "gmpo"}, **split)
 
 
@@ -208,7 +210,7 @@ def test_the_layout():
 
 def test_parts_are_what_packing_their_samples_gives():
     """Train batches, packs of a limited size, and arbitrary samples."""
-    groups = with_values(cut_up(make_groups()))
+    groups = with_turns(with_values(cut_up(make_groups())))
     whole = pack(groups)
     numbers = [(g, i) for g, group in enumerate(groups) for i in range(len(group.completions))]
 

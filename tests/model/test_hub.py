@@ -170,11 +170,19 @@ def test_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert seen[-1].doing.startswith("fetching hf:org/name")
         assert asked["repository"] == "org/name"
         assert not any("bin" in pattern for pattern in asked["allow_patterns"])
-    with pytest.raises(ModelError, match="hf:no such/name is neither reachable"):
-        hub.resolve_model("hf:no such/name")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    remedies = {
+        "hf:no such/name": "leave out 'hf:'",
+        "hf:": "leave out",
+        "hf:./runs": "use './runs'",
+    }
+    for name, remedy in remedies.items():
+        with pytest.raises(ModelError, match=rf"the form is hf:ORG/NAME; for .*{remedy}"):
+            hub.resolve_model(name)
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(ModelError, match="hf:org/name is neither reachable"):
+        with pytest.raises(ModelError, match=r"hf:org/name is neither reachable.*[^.]; check the"):
             hub.resolve_model("hf:org/name")
 
 

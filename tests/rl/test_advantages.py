@@ -222,6 +222,9 @@ def test_estimators_of_an_empty_pack_are_empty():
     nothing, ids = torch.zeros(0, dtype=D), torch.zeros(0, dtype=torch.long)
     assert advantages.gae(nothing, nothing, nothing, sequence_ids=ids)[0].tolist() == []
     assert advantages.vine(nothing, nothing, nothing, sequence_ids=ids).tolist() == []
+    turns = (nothing, nothing, nothing)
+    assert advantages.turn_mean(*turns, ids, sequence_ids=ids).tolist() == []
+    assert advantages.turn_gae(*turns, nothing, sequence_ids=ids)[0].tolist() == []
     assert on_last_action(nothing, nothing, ids).tolist() == []
 
 
@@ -230,6 +233,8 @@ def test_estimators_of_an_empty_batch_are_empty():
     for got in (
         *advantages.gae(nothing, nothing, nothing),
         advantages.vine(nothing, nothing, nothing),
+        advantages.turn_mean(nothing, nothing, nothing, torch.zeros(2, dtype=torch.long)),
+        *advantages.turn_gae(nothing, nothing, nothing, nothing),
         on_last_action(torch.ones(2, dtype=D), nothing),
     ):
         close(got, nothing)
@@ -263,6 +268,106 @@ def test_vine_needs_a_value_before_the_first_action():
     values = torch.tensor([[float("nan"), 1.0]])
     with pytest.raises(ValueError, match="before the first action"):
         advantages.vine(torch.ones(1, 2), values, torch.ones(1, 2))
+
+
+# Over turns. Slots of five episodes: turns end at E, and . was inserted or is no token.
+#   episode 0    a E . b E     group 7
+#   episode 1    E . E . E     group 7
+#   episode 2    . E . . .     group 7, not in the loss
+#   episode 3    a a E . .     group 4
+#   episode 4    E . . . .     group 4
+
+ENDS = torch.tensor(
+    [[0, 1, 0, 0, 1], [1, 0, 1, 0, 1], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 0]]
+).bool()
+TURNS = torch.tensor(
+    [[1, 1, 0, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
+).bool()
+EPISODE_GROUPS = torch.tensor([7, 7, 7, 4, 4])
+NAN = float("nan")
+TURN_REWARDS = torch.tensor(  # a KL in the reward lowers the first token by 0.25
+    [[-0.25, 1.25, NAN, 0, 2], [0, NAN, 4, NAN, 2], [NAN, 6, NAN, NAN, NAN], [1, 1, 1, NAN, NAN],
+     [1, NAN, NAN, NAN, NAN]],
+    dtype=D,
+)  # fmt: skip
+
+
+def check_turns(fn, expected, *tokens):
+    """fn(*tokens, ends, mask, sequence_ids) equals expected [5, 5], padded and packed by columns,
+    so that the slots of an episode are not adjacent."""
+    expected = torch.as_tensor(expected, dtype=D)
+    close(fn(*tokens, ENDS, TURNS, None), expected)
+    flat = [x.T.reshape(-1) for x in (*tokens, ENDS, TURNS)]
+    close(fn(*flat, torch.arange(5).repeat(5)), expected.T.reshape(-1))
+
+
+def test_turn_mean_compares_returns_at_the_same_turn():
+    # γ = ½. Episode 0 has rewards 1, 2 and returns 2, 2; episode 1 has rewards 0, 4, 2 and returns
+    # 2.5, 5, 2; episode 2 has the return 6. Group 7 has the mean 3.5 at turn 0, and 3.5 at turn 1,
+    # which two episodes reached; only one reached turn 2. Group 4 has the returns 3 and 1.
+    expected = [
+        [-1.5, -1.5, 0, -1.5, -1.5], [-1, 0, 1.5, 0, 0], [0] * 5, [1, 1, 1, 0, 0], [-1, 0, 0, 0, 0]
+    ]  # fmt: skip
+
+    def run(rewards, ends, mask, ids):
+        groups = EPISODE_GROUPS
+        return advantages.turn_mean(rewards, ends, mask, groups, gamma=0.5, sequence_ids=ids)
+
+    check_turns(run, expected, TURN_REWARDS)
+
+
+def test_turn_mean_of_single_turns_is_the_group_mean():
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0], [5.0, 99]], dtype=D)
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]]).bool()
+    ends = torch.tensor([[0, 1], [0, 1], [1, 0]]).bool()
+    groups = torch.zeros(3, dtype=torch.long)
+    got = advantages.turn_mean(rewards, ends, mask, groups, gamma=0.3)
+    close(got, to_tokens(advantages.group_mean(t(1.0, 3.0, 5.0), groups), mask))
+
+
+@pytest.mark.parametrize("reward", EQUAL)
+def test_equal_turns_teach_exactly_nothing(reward):
+    rewards = torch.full((16, 3), reward, dtype=torch.float32)
+    full = torch.ones(16, 3).bool()
+    got = advantages.turn_mean(rewards / 4, full, full, torch.zeros(16, dtype=torch.long))
+    assert not got.any()
+
+
+def test_turn_gae_is_gae_whose_actions_are_turns():
+    # γ = λ = ½; values count only before the first token of a turn.
+    # Episode 0: rewards 1, 2, values 0.5, 1: δ = 1 + ½ − ½ = 1 and 2 − 1 = 1; A = 1 + ¼, 1.
+    # Episode 1: rewards 0, 4, 2, values 2, 0, 1: δ = 0 + 0 − 2, 4 + ½ − 0, 2 − 1;
+    # A_2 = 1, A_1 = 4.5 + ¼ = 4.75, A_0 = −2 + 4.75 / 4. Episode 3: 3 − 7. Episode 4: 1 − 0.
+    nan = NAN
+    values = torch.tensor(
+        [[0.5, 9, nan, 1, 9], [2, nan, 0, nan, 1], [nan] * 5, [7, 9, 9, nan, nan], [0, *[nan] * 4]],
+        dtype=D,
+    )
+    first = -2 + 4.75 / 4
+    expected = torch.tensor(
+        [
+            [1.25, 1.25, 0, 1, 1],
+            [first, 0, 4.75, 0, 1],
+            [0] * 5,
+            [-4, -4, -4, 0, 0],
+            [1, 0, 0, 0, 0],
+        ],
+        dtype=D,
+    )
+    before = torch.tensor([[0.5, 0.5, 0, 1, 1], [2, 0, 0, 0, 1], [0] * 5, [7, 7, 7, 0, 0], [0] * 5])
+
+    def run(*given):
+        *tokens, ids = given
+        return advantages.turn_gae(*tokens, gamma=0.5, lam=0.5, sequence_ids=ids)
+
+    check_turns(lambda *x: run(*x)[0], expected, TURN_REWARDS, values)
+    check_turns(lambda *x: run(*x)[1], expected + before, TURN_REWARDS, values)
+
+
+def test_turns_end_at_the_last_action():
+    one = torch.ones(1, 2)
+    with pytest.raises(ValueError, match="last action of each episode"):
+        advantages.turn_mean(one, torch.tensor([[1, 0]]), one, torch.zeros(1))
 
 
 # Between sequences and tokens

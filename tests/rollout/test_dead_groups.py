@@ -13,10 +13,11 @@ from burnish.errors import ConfigError, DataError, GraderError
 from burnish.launch.settings import rollout_settings
 from burnish.loops import lagged
 from burnish.recipe.load import load_recipe
+from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.recipe.plan import make_plan
-from burnish.rollout.dead_groups import fill, sample_actively
+from burnish.rollout.dead_groups import fill, find_judge, sample_actively
 from burnish.rollout.rollout import describe
-from burnish.types import Finish, Grade, Prompt, Status
+from burnish.types import Finish, Grade, Prompt, Status, Turn
 from tests.conftest import make_group
 
 SMALL = ["rollout.group_size=2", "rollout.batch=6", "train.batch=6"]
@@ -309,6 +310,28 @@ def test_a_step_that_was_valued_otherwise_than_its_response_teaches():
     keywords = ["task=keywords", "model=smollm2-135m"]
     assert judged("vine", [1.0, 1.0], values=[1.0, 1.0], set=keywords)
     assert not judged("vine", [1.0, 1.0], values=[0.5, 1.0], set=keywords)
+
+
+@pytest.mark.parametrize(
+    ("turns", "is_dead"),
+    [
+        (([0.5, 0.5], [0.5, 0.5]), True),
+        (([1.0, 0.0], [0.0, 1.0]), False),  # the same reward, in another turn
+        (([1.0], [0.0, 1.0]), True),  # only one episode reached the second turn
+        (([1.0], [0.5, 1.0]), False),
+    ],
+)
+def test_turns_decide_whether_a_group_teaches(turns, is_dead):
+    group = make_group(0, [1], [[1] * len(own) for own in turns], [sum(own) for own in turns])
+    completions = tuple(
+        dataclasses.replace(
+            c, turns=tuple(Turn(i, i + 1, "", (), r, {}, None) for i, r in enumerate(own))
+        )
+        for c, own in zip(group.completions, turns, strict=True)
+    )
+    group = dataclasses.replace(group, completions=completions)
+    objective = ObjectiveConfig(advantage="turn_mean")
+    assert find_judge("advantage", objective)(group) == is_dead
 
 
 def test_a_function_that_compares_groups_finds_none_dead():

@@ -1,13 +1,15 @@
 """Metrics of episodes: as the groups of a rollout and as the rows of its file they are the same."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from burnish.rollout.episode_metrics import lone_turns
 from burnish.rollout.rollout import averages, describe
 from burnish.runs import responses
-from burnish.types import Episode, Turn
+from burnish.types import Episode, Grade, Status, Turn
 from tests.conftest import make_group
 
 
@@ -108,3 +110,22 @@ def test_an_episode_without_turns_is_recorded(turns):
     assert len(row["turns"]) == len(turns)
     assert np.isfinite(list(describe([group]).values())).all()
     assert not list(responses.turn_times("x", [row], [group])) or turns
+
+
+def test_turns_that_no_other_episode_of_the_group_reached():
+    """3, 1 and an error; 2 and 2: of 8 turns, the second and third of the first episode."""
+
+    def group(*counts):
+        made = make_group(0, [1], [[1] * 4] * len(counts), [0.0] * len(counts))
+        completions = tuple(
+            replace(c, turns=(Turn(0, 1, "", (), None, {}, None),) * count)
+            for c, count in zip(made.completions, counts, strict=True)
+        )
+        return replace(made, completions=completions)
+
+    failed = group(3, 1, 4)
+    error = Grade(math.nan, status=Status.ERROR)
+    failed = replace(failed, grades=(*failed.grades[:2], error))
+    assert lone_turns([failed, group(2, 2)]) == {"lone_turns": 0.25}
+    assert lone_turns([group(2)]) == {"lone_turns": 1.0}
+    assert lone_turns([group(0, 0)]) == {}

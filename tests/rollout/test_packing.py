@@ -6,7 +6,7 @@ import torch
 
 from burnish.errors import ConfigError
 from burnish.rollout.packing import cut, pack, take, take_streams, train_batches
-from burnish.types import LearnBatch, PackedBatch
+from burnish.types import LearnBatch, PackedBatch, SamplingParams, Turn
 from tests.conftest import make_group
 
 
@@ -49,6 +49,48 @@ def valued(groups):
         return dataclasses.replace(completion, values=values)
 
     return [dataclasses.replace(g, completions=tuple(map(one, g.completions))) for g in groups]
+
+
+def with_turns(completion, turns, **changes):
+    """The completion with turns, given as end and reward."""
+    starts = [0, *(end for end, _ in turns)]
+    found = tuple(
+        Turn(start, end, "", (), reward, {}, None)
+        for start, (end, reward) in zip(starts, turns, strict=False)
+    )
+    return dataclasses.replace(completion, turns=found, **changes)
+
+
+def test_rewards_of_turns_are_on_their_last_sampled_tokens():
+    """Scaled by 2; the rest of a grade, such as a length penalty or a grader's reward, belongs to
+    the last turn, so that the turns of each sample add up to its reward."""
+    sampled = [[1, 1, 0, 1, 0], [1, 0], [1, 1, 0], [1, 1]]
+    sampled = [[bool(x) for x in own] for own in sampled]
+    responses = [[1, 2, 3, 4, 5], [1, 2], [1, 2, 3], [8, 9]]
+    group = make_group(0, [7], responses, [1.5, 1.0, 0.5, -3.0], sampled=sampled)
+    a, b, c, d = group.completions
+    completions = (
+        with_turns(a, [(3, 0.5), (5, 1.0)]),  # all of its reward is from its turns
+        with_turns(b, [(2, None)], in_loss=False),  # a grader's reward
+        with_turns(c, [(1, 0.75), (3, None)]),  # a penalty of 0.25
+        d,  # a response without turns
+    )
+    prompt = dataclasses.replace(group.prompt, scale=2.0)
+    group = dataclasses.replace(group, prompt=prompt, completions=completions)
+    batch = pack([group])
+    nan = np.nan
+    want = [nan, nan, 1, nan, 2, nan, 2, nan, 1.5, -0.5, nan, nan, -6]
+    assert_equal(batch.turn_rewards, torch.tensor(want))
+    assert not batch.is_action[batch.sample_ids == 1].any()
+    heats = SamplingParams(temperature=3.0, turn_temperatures=(0.5, 2.0))
+    heated = tuple(dataclasses.replace(c, params=heats) for c in completions)
+    heat = pack([dataclasses.replace(group, completions=heated)]).temperature
+    want = [1, 0.5, 0.5, 0.5, 2, 2, 0.5, 0.5, 0.5, 2, 2, 3, 3]  # one response has no turns
+    assert_equal(heat, torch.tensor(want))
+    assert [heats.temperature_of(n) for n in range(4)] == [0.5, 2.0, 2.0, 2.0]
+    sums = torch.zeros(4).index_add(0, batch.sample_ids, batch.turn_rewards.nan_to_num())
+    assert_equal(sums, batch.rewards)
+    assert pack([dataclasses.replace(group, completions=(d,) * 4)]).turn_rewards is None
 
 
 def assert_equal(got, expected):

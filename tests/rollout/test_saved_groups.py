@@ -40,7 +40,9 @@ def some_values(length: int) -> FloatArray:
 
 
 def made(index: int, lengths: list[int], values: Any) -> Group:
-    params = SamplingParams(max_tokens=7, stop=("\r\n",), stop_ids=(2,))
+    params = SamplingParams(
+        max_tokens=7, stop=("\r\n",), stop_ids=(2,), turn_temperatures=(1.5, 0.1)
+    )
     completions = tuple(
         Completion(
             f"group-{index}",

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from burnish import api
-from burnish.errors import ConfigError
+from burnish.errors import ConfigError, RunError
 from burnish.recipe.load import load_recipe
 from burnish.runs.early_stopping import Stall, Target
 from burnish.runs.report import run_state
@@ -47,7 +47,7 @@ def test_lower_is_better():
 
 def test_the_metric_must_exist():
     chosen = Target("validation/rewrad", False, 3, is_required=True)
-    with pytest.raises(ConfigError, match=r"'validation/rewrad' is not.*one of validation/length"):
+    with pytest.raises(RunError, match=r"'validation/rewrad' is not.*one of validation/length"):
         chosen.check({"validation/length": 1.0, "kl/held_out_k1": 0.0})
     with pytest.raises(ConfigError, match="no held-out prompts"):
         chosen.check({})

@@ -12,7 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from burnish.cli.main import app
-from burnish.errors import ActorError, DataError, EngineError, RunError
+from burnish.errors import (
+    ActorDied,
+    ActorError,
+    ConfigError,
+    DataError,
+    EngineError,
+    GraderError,
+    RunError,
+)
 from burnish.recipe.load import load_recipe, recipe_to_toml
 from burnish.runs import directory, failure, report
 from burnish.runs.directory import STATUS, RunDirectory
@@ -101,6 +109,43 @@ def test_other_errors_keep_their_message_and_class(tmp_path):
     assert explained(AssertionError(), tmp_path)[1] == "AssertionError"
 
 
+CORRECT = "correct the cause first, or the error returns; then continue with"
+NEW_RUN = (
+    "correct the recipe and start a new run; this one keeps its recipe, and resuming it would "
+)
+ANYWAY = "add --anyway if a reward or data file has changed"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_saved", "advice"),
+    [
+        (ActorDied("the learner died"), True, "continue with: go on"),
+        (EngineError("it closed the connection"), False, "continue with: go on"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), False, "continue with: go on"),
+        (OSError(errno.ENOSPC, "No space left", "x"), True, "continue with: go on"),
+        (ConfigError("it must be below 3; lower it"), True, f"{NEW_RUN}repeat the error"),
+        (KeyError("x"), True, f"{CORRECT}: go on"),
+        (GraderError("9 of 9 responses got no grade"), False, f"{CORRECT}: go on"),
+        (GraderError("9 of 9 responses got no grade"), True, f"{CORRECT} ({ANYWAY}): go on"),
+        (DataError("row 3"), False, f"{CORRECT} (a changed recipe needs a new run): go on"),
+    ],
+)
+def test_the_command_comes_with_the_condition_under_which_it_succeeds(
+    error, is_saved, advice, tmp_path, monkeypatch
+):
+    """A run computes the same again, so only errors of other processes and of the machine may not
+    return; what a run has kept is not read again."""
+    monkeypatch.setattr(failure.checkpoints, "latest", lambda path: path if is_saved else None)
+    command = f"burnish resume {tmp_path}"
+    found = failure.explain(error, tmp_path, command)
+    assert found.advice == advice.replace("go on", command)
+    assert str(found).endswith(found.advice)
+    called = failure.explain(error, tmp_path, f"burnish.resume('{tmp_path}', reward=f)")
+    assert called.advice == advice.replace("go on", called.command).replace(
+        "--anyway", "anyway=True"
+    )
+
+
 def test_the_command_is_one_that_a_shell_reads(tmp_path):
     run = tmp_path / "my run's"
     said = command_to_resume(
@@ -134,14 +179,13 @@ def test_an_error_is_recorded_once_and_everywhere(tmp_path):
     ):
         raise KeyError("lost")
     command = f"burnish resume {path}"
-    assert caught.value.__notes__ == [
-        f"{path}/log.txt has the traceback",
-        f"continue with: {command}",
-    ]
+    remedy = f"{path}/log.txt has the traceback"
+    assert caught.value.__notes__ == [remedy, f"{CORRECT}: {command}"]
     found = report.read_failure(path)
-    assert found == Failure("KeyError", "KeyError: 'lost'", caught.value.__notes__[0], command)
-    assert str(found).endswith(f"continue with: {command}")
+    assert found == Failure("KeyError", "KeyError: 'lost'", remedy, command, CORRECT)
+    assert str(found).endswith(f"{CORRECT}: {command}")
     log = (path / "log.txt").read_text()
+    assert f"{CORRECT}: {command}" in log
     assert "Traceback (most recent call last)" in log
     assert "the run failed: KeyError: KeyError: 'lost'" in log
     assert "lost" in (path / "report.html").read_text()
@@ -155,7 +199,8 @@ def test_a_run_that_fails_before_it_has_a_directory_gets_one(tmp_path):
     ):
         raise DataError("no prompt fits")
     assert report.read_failure(path).message == "no prompt fits"
-    assert caught.value.__notes__ == [f"continue with: burnish resume {path}"]
+    condition = f"{CORRECT} (a changed recipe needs a new run)"
+    assert caught.value.__notes__ == [f"{condition}: burnish resume {path}"]
 
 
 def test_the_directory_of_another_run_is_left_alone(tmp_path):

@@ -267,6 +267,9 @@ def test_curves_stand_together_and_heads_and_legends_agree(browser, tmp_path):
     for label, value, _ in tiles[:4]:
         assert f"{label} {value}" in legends
     assert not re.search(r"[-−]0(\.0+)?(?![.\d])", browser.evaluate("page.innerText"))
+    assert browser.evaluate("labels([0, 0.2, 0.4])") == ["0", "0.2", "0.4"]
+    close = browser.evaluate("labels([0.99995, 0.999975, 1, 1.000025])")  # of importance ratios
+    assert close == ["0.999950", "0.999975", "1.000000", "1.000025"]
 
 
 def overlapping(path):
@@ -659,6 +662,11 @@ def test_a_page_says_why_a_run_failed_and_how_it_goes_on(browser, tmp_path):
         lines = [text for text in shown if text]
         assert lines[:3] == ["Failed: disk full", "can't write a:", HOSTILE[1]]
         assert lines[3:] == ["Remedy: free space", "Continue with: burnish resume a"]
+    again = FAILED._replace(remedy="", command="", lead="correct the recipe")
+    report.write_failure(run, again, now=NOW)
+    check_page(browser, write_report(run))
+    shown = browser.evaluate("document.querySelector('#trouble').innerText")
+    assert shown.endswith("Correct the recipe.")
     assert browser.evaluate("window.hacked") is None
     write_status(run)  # its process was killed long ago
     check_page(browser, write_report(run))

@@ -181,9 +181,8 @@ def unpack_request(header: dict[str, Any], arrays: list[Array]) -> Request:
     """Rebuild a request from its message. Raises ValueError, KeyError, TypeError or IndexError if
     the message is not a request."""
     given = header["params"]
-    params = SamplingParams(
-        **given | {"stop": tuple(given["stop"]), "stop_ids": tuple(given["stop_ids"])}
-    )
+    tuples = {name: tuple(given[name]) for name in ("stop", "stop_ids", "turn_temperatures")}
+    params = SamplingParams(**given | tuples)
     begun = unpack_completions(header["begun"], arrays[1:], lambda name: params)
     prompt = arrays[0]
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat, field_validator
@@ -30,6 +31,9 @@ class Advantage(Piece):
     """The smallest group size that it accepts, whatever its settings."""
     over_time: ClassVar[bool] = False
     """Whether it takes one reward per token, [N], instead of one per response, [S]."""
+    by_turn: ClassVar[bool] = False
+    """Whether the reward of an episode's turn is on the last token of that turn, instead of the
+    whole reward on the episode's last token."""
     judges_groups: ClassVar[bool] = True
     """Whether a group's own rewards decide if all its advantages are 0, so that the group is dead.
     False if other groups, a critic or a teacher matter; then no group is dead."""
@@ -73,6 +77,22 @@ class Advantage(Piece):
         ``length`` tokens."""
         return 0
 
+    @property
+    def reads_turns(self) -> bool:
+        """Whether turns have advantages of their own, so that it needs multi-turn episodes."""
+        return False
+
+    def rewards_of(self, batch: PackedBatch) -> Tensor:
+        """Return the rewards that `per_token` takes: one per response, [S], or one per token, [N],
+        if the advantage is ``over_time``."""
+        from burnish.rl.sequences import on_last_action
+
+        if not self.over_time:
+            return batch.rewards
+        if self.by_turn and batch.turn_rewards is not None:
+            return batch.turn_rewards.nan_to_num(0.0)
+        return on_last_action(batch.rewards, batch.is_action, batch.sample_ids)
+
     def per_response(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         """Return the advantage of every response, [S], from the rewards of the responses, [S]."""
         raise NotImplementedError(f"{self.name} has an advantage per token")
@@ -90,13 +110,8 @@ class Advantage(Piece):
 
         ``batch`` holds this group only. Call it only if ``judges_groups`` is true.
         """
-        from burnish.rl.sequences import on_last_action
-
         assert self.judges_groups, "a group alone does not decide"
-        rewards = batch.rewards
-        if self.over_time:
-            rewards = on_last_action(rewards, batch.is_action, batch.sample_ids)
-        return not bool(self.per_token(rewards, batch).any())
+        return not bool(self.per_token(self.rewards_of(batch), batch).any())
 
     def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
         """Return the advantage of every action, [N], given ``rewards`` as in `per_token` and
@@ -109,6 +124,12 @@ def _on_tokens(per_response: Tensor, batch: PackedBatch) -> Tensor:
     from burnish.rl.sequences import to_tokens
 
     return to_tokens(per_response, batch.is_action, batch.sample_ids)
+
+
+def _turn_ends(batch: PackedBatch) -> Tensor:
+    """Return whether each token is the last one of a turn, [N]."""
+    assert batch.turn_rewards is not None, "episodes have turns"
+    return batch.turn_rewards.isfinite()
 
 
 class Raw(Advantage):
@@ -330,6 +351,32 @@ class Remax(Advantage):
         return remax(rewards, batch.parts[:, 0])
 
 
+class TurnMean(Advantage):
+    """Episodes only. The reward of a turn counts for this turn and the turns before it. The
+    baseline of a turn is the mean over the group's episodes that reached it."""
+
+    name: Literal["turn_mean"] = "turn_mean"
+    written: ClassVar[str] = (
+        "A_(i,k) = R_(i,k) − mean of R_(j,k) over the episodes j of the group with a turn k,  "
+        "R_k = r_k + {gamma:g} R_(k+1)"
+    )
+    paper: ClassVar[str] = f"GRPO with process supervision, {arxiv('2402.03300')}"
+    over_time: ClassVar[bool] = True
+    by_turn: ClassVar[bool] = True
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per turn")
+
+    @property
+    def reads_turns(self) -> bool:
+        return True
+
+    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        from burnish.rl.advantages import turn_mean
+
+        groups, mask, ids = batch.group_ids, batch.is_action, batch.sample_ids
+        ends = _turn_ends(batch)
+        return turn_mean(rewards, ends, mask, groups, gamma=self.gamma, sequence_ids=ids)
+
+
 class ReinforcePlusPlus(Advantage):
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     written: ClassVar[str] = "A_t = whiten over the batch of R_t,  R_t = r_t + {gamma:g} R_(t+1)"
@@ -337,6 +384,7 @@ class ReinforcePlusPlus(Advantage):
     judges_groups: ClassVar[bool] = False
     group: ClassVar[int] = 1
     over_time: ClassVar[bool] = True
+    by_turn: ClassVar[bool] = True
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
@@ -380,8 +428,14 @@ class Gae(Advantage):
     judges_groups: ClassVar[bool] = False
     group: ClassVar[int] = 1
     over_time: ClassVar[bool] = True
+    by_turn: ClassVar[bool] = True
     values: Function = Field(CRITIC, description="'critic', or a function from Python")
-    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    over: Literal["tokens", "turns"] = Field(
+        "tokens",
+        description="what has an advantage of its own; turns: the turns of episodes, valued before "
+        "their first tokens",
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token, or per turn")
     lam: float = Field(1.0, ge=0, le=1, description="1: returns minus values; 0: one step ahead")
     whiten: bool = Field(
         False, description="whether to whiten to mean 0 and variance 1 over the rollout"
@@ -391,11 +445,17 @@ class Gae(Advantage):
     def reads_critic(self) -> bool:
         return bool(self.values == CRITIC)
 
+    @property
+    def reads_turns(self) -> bool:
+        return self.over == "turns"
+
     def formula(self) -> str:
         source = "the critic's" if self.reads_critic else f"{name_of(self.values)}(batch)"
-        delta = f"δ_t = r_t + {self.gamma:g} V_(t+1) − V_t,  V = {source}"
+        t = "k" if self.reads_turns else "t"
+        delta = f"δ_{t} = r_{t} + {self.gamma:g} V_({t}+1) − V_{t},  V = {source}"
+        turn = ",  k is the turn of t" * self.reads_turns
         whitened = ",  then whitened over the rollout" * self.whiten
-        return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1){whitened},  {delta}"
+        return f"A_t = δ_{t} + {self.gamma * self.lam:g} A_({t}+1){whitened},  {delta}{turn}"
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         return self.estimate(rewards, batch, self.values(batch))[0]
@@ -408,11 +468,12 @@ class Gae(Advantage):
 
         ``rewards`` and ``values`` have one entry per token, [N].
         """
-        from burnish.rl.advantages import gae, whiten
+        from burnish.rl.advantages import gae, turn_gae, whiten
 
         mask, ids = batch.is_action, batch.sample_ids
-        advantages, returns = gae(
-            rewards, values, mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids
+        estimate = partial(turn_gae, ends=_turn_ends(batch)) if self.reads_turns else gae
+        advantages, returns = estimate(
+            rewards, values, mask=mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids
         )
         if self.whiten:
             advantages = whiten(advantages, mask).where(mask, advantages)
@@ -534,4 +595,5 @@ class OwnAdvantage(Advantage):
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo | Remax
 PerResponse = PerGroup | MaxAtK | BatchStd | Gdpo | OwnAdvantage
-AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Vine | Teacher
+OverTime = TurnMean | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Vine | Teacher
+AnyAdvantage = PerResponse | OverTime

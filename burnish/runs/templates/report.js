@@ -422,12 +422,13 @@ function readRollouts() {  /* wait while somebody reads or selects the responses
 function showState({ kind, text, error, command }) {
   chip.className = `chip ${kind}`;
   chip.textContent = text;
-  const lead = { failed: "Continue with", stopped: "Continue with", silent: "If its process has ended, continue with" }[kind];
-  trouble.hidden = !command;
+  const said = error?.lead ?? { silent: "if its process has ended, continue with" }[kind] ?? "continue with";
+  const lead = said[0].toUpperCase() + said.slice(1);
+  trouble.hidden = !command && !error;
   trouble.className = `card trouble ${kind}-edge`;
   trouble.replaceChildren(...[error ? h("p", {}, h("b", {}, "Failed: "), error.kind) : null, error ? h("pre", {}, error.message) : null,
     error?.remedy ? h("p", {}, h("b", {}, "Remedy: "), error.remedy) : null,
-    command ? h("p", {}, `${lead}: `, h("code", {}, command)) : null].filter(child => child));
+    command ? h("p", {}, `${lead}: `, h("code", {}, command)) : error ? h("p", {}, `${lead}.`) : null].filter(child => child));
 }
 function draw(fresh) {
   const first = data === undefined;

@@ -73,8 +73,17 @@ def parse_data_name(name: str) -> DataName:
     if name.startswith(HUB):
         repository, _, split = name.removeprefix(HUB).partition(":")
         parts = repository.split("/")
-        if not 2 <= len(parts) <= 3 or not all(parts):
-            raise DataError(f"{name!r} names no dataset; the form is hf:ORG/NAME[/CONFIG][:SPLIT]")
+        if not 2 <= len(parts) <= 3 or not all(part and part[0] not in ".~" for part in parts):
+            raise DataError(
+                f"{name!r} names no dataset; the form is hf:ORG/NAME[/CONFIG][:SPLIT]; for data of "
+                "this machine, leave out 'hf:'"
+            )
+        local = Path("/".join(parts[:2]))
+        if local.exists():  # the package datasets would prefer it
+            raise DataError(
+                f"{name!r} names a dataset of the hub, but {local} also exists in this directory; "
+                f"use {str(local)!r} for the data of this machine, or run the command elsewhere"
+            )
         return DataName(
             name, "hub", "/".join(parts[:2]), "/".join(parts[2:]) or None, split or None
         )

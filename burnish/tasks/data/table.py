@@ -213,15 +213,19 @@ def import_datasets(needed_by: str) -> ModuleType:
 
 @contextmanager
 def _quiet(datasets: ModuleType) -> Iterator[None]:
-    """Silence the package's progress bars and warnings, which would overwrite burnish's display."""
-    shown, logger = datasets.are_progress_bars_disabled(), logging.getLogger("datasets")
-    level = logger.level
+    """Silence progress bars and warnings of the package and of Hugging Face's hub, such as a line
+    for each retry, which would overwrite burnish's display."""
+    shown = datasets.are_progress_bars_disabled()
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
     datasets.disable_progress_bars()
-    logger.setLevel(logging.ERROR)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if not shown:
             datasets.enable_progress_bars()
 

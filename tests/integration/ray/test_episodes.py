@@ -23,6 +23,7 @@ from tests.loops.test_recorder import fingerprint
 pytestmark = pytest.mark.slow
 
 LAG = [*STALE, "loop.lag=1"]
+TURNS = ["objective.advantage=turn_mean", "task.turn_temperatures=[1.5,0.7]"]
 APART = ["runtime=ray", "runtime.generator.cpus=0", "runtime.learner.cpus=0"]
 SAME = ("metrics.jsonl", "rollouts.jsonl", "checkpoints/step-00000003")
 MARKED = GAME.replace(
@@ -66,8 +67,10 @@ def train(folder: Path, name: str, *more: str, **given: object) -> burnish.Run:
         [],
         [*LAG, "task.live=3"],
         ["selection.dead_groups=active", "selection.on_bound=learn", *LAG],
+        [*TURNS, "selection.dead_groups=drop", *LAG],
+        ["objective.advantage=remax", "task.live=5", *LAG],
     ],
-    ids=["sync", "lag", "active"],
+    ids=["sync", "lag", "active", "turns", "remax"],
 )
 @pytest.mark.usefixtures("cluster")
 def test_the_same_bytes_as_in_one_process(folder: Path, more: list[str]) -> None:

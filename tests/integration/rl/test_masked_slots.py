@@ -10,6 +10,7 @@ from burnish import grpo
 from burnish.learner.program import compile
 from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.rl import advantages, kl, losses, ratios, reduce
+from burnish.rl.sequences import on_last_action
 from burnish.rollout.packing import Pack, pack
 from burnish.types import Measured, Scores
 
@@ -17,6 +18,8 @@ D = torch.float64
 FILLS = [math.nan, math.inf, -math.inf, 1e4, -1e4]
 """The last two overflow in a ratio or a KL."""
 MASK = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+ENDS = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+"""The last tokens of turns."""
 NAMES = ("new", "old", "reference", "advantages", "values", "returns")
 
 
@@ -113,9 +116,13 @@ def test_advantages(fill):
 
     def all_of(s):
         estimate = advantages.gae(s["advantages"], s["values"], MASK, gamma=0.9, lam=0.8)
-        penalised = kl.penalised_rewards(rewards, s["reference"], MASK, coefficient=0.1)
+        placed = on_last_action(rewards, MASK)
+        penalised = kl.penalised_rewards(placed, s["reference"], MASK, coefficient=0.1)
         whitened = advantages.whiten(s["advantages"], MASK)[MASK]
-        return *estimate, whitened, penalised, advantages.reinforce_plus_plus(s["values"], MASK)
+        credit = advantages.turn_mean(s["advantages"], ENDS, MASK, torch.zeros(3))
+        turns = advantages.turn_gae(s["advantages"], s["values"], ENDS, MASK)
+        own = advantages.reinforce_plus_plus(s["values"], MASK)
+        return *estimate, whitened, penalised[MASK], own, credit, *turns
 
     for got, expected in zip(all_of(streams(fill)), all_of(streams(0.0)), strict=True):
         assert torch.equal(got, expected)

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 
 from burnish.errors import DataError
@@ -23,8 +25,13 @@ def test_names(name, found):
     assert parsed.is_missing == (parsed.format != "hub")
 
 
-def test_names_that_name_nothing(tmp_path):
-    for name in ("hf:name", "hf:a/b/c/d", "hf:/b:train"):
+def test_names_that_name_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "rows").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"data/rows also exists in this directory; use 'data/r"):
+        parse_data_name("hf:data/rows:train")
+    shutil.rmtree(tmp_path / "data")
+    for name in ("hf:name", "hf:a/b/c/d", "hf:/b:train", "hf:./rows", "hf:~/rows"):
         with pytest.raises(DataError, match=r"the form is hf:ORG/NAME\[/CONFIG\]\[:SPLIT\]"):
             parse_data_name(name)
     for ending in ("csv", "parquet"):

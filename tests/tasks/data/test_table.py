@@ -177,6 +177,7 @@ def test_math_rows_of_a_table(tmp_path):
 
 def test_the_hub_offline_and_its_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
     name = "hf:org/name:train"
     with pytest.raises(DataError, match=r"hf:org/name:train is neither reachable nor in the cache"):
         open_source(name, "train")
