@@ -172,9 +172,14 @@ def test_the_agent_of_guess_trains_as_its_environment_does(folder):
     (folder / "games.jsonl").write_text("".join(f'{{"secret": {n}}}\n' for n in range(20)))
     (folder / "held.jsonl").write_text('{"secret": 50}\n{"secret": 60}\n')
     size = [one for one in AGENTS if one.startswith(("model", "train.", "rollout.", "engine."))]
-    own = ["task.train=games.jsonl", "task.validation=held.jsonl", "device=cpu", "task.turns=4"]
+    own = [
+        "task.train=games.jsonl",
+        "task.validation=held.jsonl",
+        "device=cpu",
+        "model.context=1024",
+    ]
     agent = f"{EXAMPLES}/guess_agent.py:run"
-    changed = [*size, *own, "rollout.max_tokens=100", "checkpoint.every=1", "validation.every=2"]
+    changed = [*size, *own, "rollout.max_tokens=600", "checkpoint.every=1", "validation.every=2"]
     for name, chosen in {"a": agent, "b": None}.items():
         api.train("guess", overrides=changed, agent=chosen, out=folder / name / "run")
     agents, games = recorded(folder / "a/run"), recorded(folder / "b/run")
