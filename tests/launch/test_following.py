@@ -114,10 +114,18 @@ def test_a_server_follows_a_run_that_goes_on(tmp_path):
         *("model=scratch", "model.tokenizer=bytes", "model.layers=1", "model.width=32"),
         *("model.heads=4", "model.d_ff=48", "model.context=256", "rollout.batch=4"),
         *("rollout.group_size=4", "rollout.max_tokens=6", "train.batch=4", "train.steps=2"),
-        *("task.chat=false", "task.must_end=false", "task.validation_prompts=2"),
+        *("task.chat=false", "task.must_end=false", "task.validation_rows=2"),
         *("checkpoint.every=1", "device=cpu", "train.learning_rate=0.1"),
     ]
-    run = api.train("keywords-scratch", overrides=changes, out=tmp_path / "run", show=False)
+    (tmp_path / "reward.py").write_text("def score(response, row): return len(response) % 2")
+    run = api.train(
+        "demo-small",
+        prompts=[{"prompt": str(i)} for i in range(8)],
+        reward=f"{tmp_path}/reward.py:score",
+        overrides=changes,
+        out=tmp_path / "run",
+        show=False,
+    )
     command = [sys.executable, "-m", "burnish", "serve", str(run), "--port", "0", "--follow", run]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -141,7 +149,7 @@ def test_a_server_follows_a_run_that_goes_on(tmp_path):
         assert ask("/health") == {"status": "ok", "unfinished": 0, "version": 2}
         assert ask("/v1/models")["data"][0]["version"] == 2
         first = answer()
-        api.resume(run, steps=4, show=False)
+        api.resume(run, overrides=["train.steps=4"], show=False)
         until(lambda: ask("/health")["version"] == 4)
         last = tmp_path / "last"
         api.export(run, last, which="last", dtype="fp32")

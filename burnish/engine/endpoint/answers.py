@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from burnish.engine.endpoint.backend import Asked, Piece, RequestRefused, TokenLogprob
+from burnish.engine.endpoint.backend import AnswerPiece, Asked, RequestRefused, TokenLogprob
 from burnish.engine.endpoint.requests import ChatRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -39,7 +39,7 @@ def event(content: Mapping[str, Any]) -> bytes:
     return b"data: %s\n\n" % json.dumps(content, ensure_ascii=False).encode(errors="replace")
 
 
-class Answer:
+class AnswerWriter:
     """The response to one request, which is either written as a whole or as chunks."""
 
     def __init__(self, asked: Asked, model: str) -> None:
@@ -52,9 +52,9 @@ class Answer:
         """Choices of which a chunk was written."""
         self._tokens = {"prompt_tokens": 0, "completion_tokens": 0}
 
-    def whole(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Iterable[AnswerPiece]) -> dict[str, Any]:
         """Return the response with all its choices."""
-        found: dict[int, list[Piece]] = {}
+        found: dict[int, list[AnswerPiece]] = {}
         for piece in pieces:
             self._count(piece)
             found.setdefault(piece.choice, []).append(piece)
@@ -62,7 +62,7 @@ class Answer:
         choices = [self._choice(index, found[index]) for index in sorted(found)]
         return {**self._fixed, "object": kind, "choices": choices, "usage": self._usage()}
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
         """Yield the chunks for a piece, which may be none."""
         self._count(piece)
         is_first = piece.choice not in self._started
@@ -86,14 +86,14 @@ class Answer:
             return None
         return {**self._stream_fields(), "choices": [], "usage": self._usage()}
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: AnswerPiece) -> None:
         self._tokens["prompt_tokens"] += piece.prompt_tokens
         self._tokens["completion_tokens"] += piece.tokens
 
     def _usage(self) -> dict[str, int]:
         return self._tokens | {"total_tokens": sum(self._tokens.values())}
 
-    def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _choice(self, index: int, pieces: Sequence[AnswerPiece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         calls = [call for piece in pieces for call in piece.tool_calls]
         logprobs = self._logprobs([one for piece in pieces for one in piece.logprobs])

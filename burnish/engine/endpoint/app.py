@@ -28,8 +28,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from burnish.engine.endpoint.access import check_access, known_hosts
-from burnish.engine.endpoint.answers import DONE, Answer, error_fields, error_response, event
-from burnish.engine.endpoint.backend import Asked, Backend, Piece, RequestRefused
+from burnish.engine.endpoint.answers import DONE, AnswerWriter, error_fields, error_response, event
+from burnish.engine.endpoint.backend import AnswerPiece, Asked, Backend, RequestRefused
 from burnish.engine.endpoint.requests import (
     ChatRequest,
     CompletionRequest,
@@ -123,7 +123,7 @@ class Endpoint:
         """Sample the response to a request, or the first piece of a stream. If the client
         disconnects, abort the request and raise ClientDisconnect."""
         card = self._backend.card()
-        answer = Answer(asked, asked.body.model if card.any_name else card.name)
+        answer = AnswerWriter(asked, asked.body.model if card.any_name else card.name)
         pieces = until_disconnected(http, self._backend.answer(asked))
         if not asked.body.stream:
             async with aclosing(pieces):
@@ -139,7 +139,9 @@ class Endpoint:
 class EventStream(Response):
     """A stream of server-sent events, which ends the backend's work in any case."""
 
-    def __init__(self, answer: Answer, first: Piece, pieces: AsyncGenerator[Piece, None]) -> None:
+    def __init__(
+        self, answer: AnswerWriter, first: AnswerPiece, pieces: AsyncGenerator[AnswerPiece, None]
+    ) -> None:
         """``pieces`` are those that follow the ``first`` one."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
         del self.headers["content-length"]
@@ -174,7 +176,7 @@ class EventStream(Response):
                 ending = event(error_fields(refusal_of(error)))
             await write(ending, more=False)
 
-    def _events(self, piece: Piece) -> bytes:
+    def _events(self, piece: AnswerPiece) -> bytes:
         return b"".join(map(event, self._answer.chunks(piece)))
 
 
@@ -224,8 +226,8 @@ async def read_body(http: HttpRequest) -> bytes:
 
 
 async def until_disconnected(
-    http: HttpRequest, pieces: AsyncGenerator[Piece, None]
-) -> AsyncGenerator[Piece, None]:
+    http: HttpRequest, pieces: AsyncGenerator[AnswerPiece, None]
+) -> AsyncGenerator[AnswerPiece, None]:
     """Yield the pieces until the client has disconnected, which raises ClientDisconnect. Close
     ``pieces`` in any case. The request's body must have been read."""
     gone = asyncio.ensure_future(disconnected(http))

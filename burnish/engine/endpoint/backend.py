@@ -1,6 +1,6 @@
 """What the HTTP application needs from a model: a `Backend` answers checked requests in pieces.
 
-    app.py (HTTP) ──Asked──► Backend ──Piece, Piece, …──► app.py
+    app.py (HTTP) ──Asked──► Backend ──AnswerPiece, AnswerPiece, …──► app.py
 
 `burnish serve` answers with an engine in its own process (`engine_backend.py`). During training the
 server is a process of its own, and its backend (`channel.py`) forwards requests to the training
@@ -69,7 +69,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """A part of one response. The texts of all pieces, joined in their order, are its text."""
 
     choice: int
@@ -112,7 +112,7 @@ class Backend(Protocol):
     def health(self) -> dict[str, Any]:
         """Return further fields of /health, such as the number of unfinished samples."""
 
-    def answer(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+    def answer(self, asked: Asked) -> AsyncGenerator[AnswerPiece, None]:
         """Yield the pieces of all responses to a request; each response's last piece has a
         ``finish``. Closing the generator aborts the request, for example because its client has
         disconnected.

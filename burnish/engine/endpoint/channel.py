@@ -29,7 +29,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from burnish.engine.endpoint.app import Endpoint, make_app
-from burnish.engine.endpoint.backend import Asked, ModelCard, Piece, RequestRefused, TokenLogprob
+from burnish.engine.endpoint.backend import (
+    AnswerPiece,
+    Asked,
+    ModelCard,
+    RequestRefused,
+    TokenLogprob,
+)
 from burnish.engine.endpoint.requests import ChatRequest
 from burnish.engine.endpoint.server import make_server
 
@@ -53,7 +59,7 @@ class ChannelBackend:
     def health(self) -> dict[str, Any]:
         return {"unfinished": len(self._answers)}
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+    async def answer(self, asked: Asked) -> AsyncGenerator[AnswerPiece, None]:
         answer = asyncio.get_running_loop().create_future()
         self._answers[asked.number] = answer
         self._send(request_message(asked))
@@ -128,7 +134,7 @@ def request_message(asked: Asked) -> dict[str, Any]:
     }
 
 
-def pieces_of(message: Mapping[str, Any], asked: Asked) -> list[Piece]:
+def pieces_of(message: Mapping[str, Any], asked: Asked) -> list[AnswerPiece]:
     """Return the pieces of an answer on the channel. Raise RequestRefused if it is a refusal."""
     refused = message.get("error")
     if refused is not None:
@@ -138,12 +144,12 @@ def pieces_of(message: Mapping[str, Any], asked: Asked) -> list[Piece]:
             code=refused.get("code"),
             param=refused.get("param"),
         )
-    pieces = list[Piece]()
+    pieces = list[AnswerPiece]()
     for index, choice in enumerate(message["choices"]):
         said = choice.get("message") or {"content": choice["text"]}
         listed = choice.get("logprobs") if asked.body.has_logprobs else None
         pieces.append(
-            Piece(
+            AnswerPiece(
                 index,
                 said["content"] or "",
                 tuple(said.get("tool_calls") or ()),

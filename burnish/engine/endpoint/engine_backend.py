@@ -14,10 +14,10 @@ from starlette.concurrency import run_in_threadpool
 from burnish.calls import CallFormatName
 from burnish.engine.endpoint.backend import (
     TOO_LONG,
+    AnswerPiece,
     Asked,
     FinishReason,
     ModelCard,
-    Piece,
     RequestRefused,
     TokenLogprob,
 )
@@ -52,11 +52,12 @@ class EngineBackend:
         self._thread, self._tokenizer, self._prompts = thread, tokenizer, prompts
         self.card = card
         self._numbers = count()
+        tokenizer.encode("")  # its first use prepares it, and must not be in two threads
 
     def health(self) -> dict[str, Any]:
         return {"unfinished": self._thread.unfinished}
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+    async def answer(self, asked: Asked) -> AsyncGenerator[AnswerPiece, None]:
         prompts, calls = await run_in_threadpool(self._encode, asked)
         body, loop = asked.body, asyncio.get_running_loop()
         events = asyncio.Queue[tuple[int, NewTokens | Completion | BaseException]]()
@@ -156,7 +157,7 @@ class _Sample:
         self._pending = 0
         """Number of new tokens that no piece has reported, because they have no text yet."""
 
-    def piece(self, event: NewTokens | Completion, prompt_tokens: int) -> Piece | None:
+    def piece(self, event: NewTokens | Completion, prompt_tokens: int) -> AnswerPiece | None:
         """Return the piece that an event adds to the response, or None if it adds none.
         ``prompt_tokens`` becomes a field of the last piece."""
         if isinstance(event, Completion):
@@ -168,9 +169,9 @@ class _Sample:
             return None
         tokens, self._pending = self._pending, 0
         self._tokens += tokens
-        return Piece(self._choice, text, tokens=tokens, logprobs=logprobs)
+        return AnswerPiece(self._choice, text, tokens=tokens, logprobs=logprobs)
 
-    def _last(self, done: Completion, prompt_tokens: int) -> Piece:
+    def _last(self, done: Completion, prompt_tokens: int) -> AnswerPiece:
         if done.finish is Finish.ABORT:
             raise RequestRefused(500, NOT_FINITE)
         text = text_of(done)
@@ -182,7 +183,7 @@ class _Sample:
         if not calls:
             ended = "stop" if done.finish is Finish.STOP else "length"
         rest = done.token_ids[self._tokens :].tolist(), done.logprobs[self._tokens :].tolist()
-        return Piece(
+        return AnswerPiece(
             self._choice,
             self._deltas.finish(message["content"] or ""),
             tuple(calls),

@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 from burnish.engine.endpoint import access, app
-from burnish.engine.endpoint.answers import Answer
-from burnish.engine.endpoint.backend import Asked, Piece
+from burnish.engine.endpoint.answers import AnswerWriter
+from burnish.engine.endpoint.backend import AnswerPiece, Asked
 from burnish.engine.endpoint.requests import CompletionRequest
 from burnish.engine.native.engine import NativeEngine
 from burnish.engine.protocol import Request
@@ -233,7 +233,7 @@ def test_a_client_that_does_not_read_loses_its_stream(monkeypatch):
     async def pieces():
         try:
             while True:
-                yield Piece(0, "b")
+                yield AnswerPiece(0, "b")
         finally:
             ended.append(True)
 
@@ -243,7 +243,7 @@ def test_a_client_that_does_not_read_loses_its_stream(monkeypatch):
             await asyncio.sleep(60)
 
     body = CompletionRequest(**PROMPT, stream=True)
-    stream = app.EventStream(Answer(Asked(0, body, "x"), "m"), Piece(0, "a"), pieces())
+    stream = app.EventStream(AnswerWriter(Asked(0, body, "x"), "m"), AnswerPiece(0, "a"), pieces())
     asyncio.run(asyncio.wait_for(stream({}, None, send), 10))
     assert (len(sent), ended) == (4, [True])
 

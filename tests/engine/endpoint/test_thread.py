@@ -62,8 +62,9 @@ def test_requests_of_many_threads_are_answered_as_if_each_was_alone():
 
 def test_a_cancelled_request_leaves_the_engine_and_no_other():
     engine = Gated()
-    with EngineThread(engine) as thread:
-        futures = [thread.submit(tiny.request(name, n=2)) for name in ("gone", "stays")]
+    thread = EngineThread(engine)
+    futures = [thread.submit(tiny.request(name, n=2)) for name in ("gone", "stays")]
+    with thread:
         until(lambda: engine.engine.unfinished == 4)
         futures[0].cancel()
         engine.gate.set()
