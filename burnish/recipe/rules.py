@@ -107,7 +107,7 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if isinstance(task, SortTask) == model.is_language:
         return
     if isinstance(task, EnvironmentTask | AgentsTask):
-        refused = Vine if isinstance(task, EnvironmentTask) else Remax | Vine
+        refused = Vine if isinstance(task, EnvironmentTask) else Vine | Remax
         if isinstance(advantage, refused):  # its own rules would give other remedies
             yield partial(check_environment_rules, task.name, advantage.name)
             return
@@ -196,7 +196,7 @@ def check_turn_credit(advantage: Advantage, task: AnyTask) -> None:
     if isinstance(advantage, Gae):
         setting, other = f"objective.advantage.over = '{advantage.over}'", "gae"
     raise ConfigError(
-        f"{setting} needs the turns of episodes, which task.name = '{task.name}' does not have; "
+        f"{setting} needs the turns of an environment, which task.name = '{task.name}' does not have; "
         f"use objective.advantage = '{other}'"
     )
 

@@ -49,13 +49,16 @@ PER_SAMPLE = ("lengths", "rewards", "parts")
 """Fields of a batch with one row per sample."""
 
 
+_Streams = tuple[np.ndarray, ...]
+"""The arrays of `STREAMS`, in that order."""
+
+
 class _Segment(NamedTuple):
     """A prompt, or the response of one token sequence."""
 
     sample: int | None
     """Number of the sample in the batch; None for a prompt."""
-    streams: tuple[np.ndarray, ...]
-    """The arrays of `STREAMS`, in that order."""
+    streams: _Streams
 
 
 class Pack(NamedTuple):
@@ -145,16 +148,15 @@ def _segments(group: Group, first: int) -> Iterator[_Segment]:
     for number, (c, own) in shared:
         end = c.sequences[0].start if c.sequences else None
         yield _Segment(number, tuple(stream[:end] for stream in own))
-    alike: dict[bytes, list[_Segment]] = {}
+    alike: dict[bytes, list[tuple[int, tuple[Completion, _Streams]]]] = {}
     for number, (c, own) in samples:
         if c.sequences and not c.sequences[0].start:
-            prompt, end = c.sequences[0].prompt, c.sequences[1].start if c.sequences[1:] else None
-            segments = alike.setdefault(
-                prompt.tobytes(), [_Segment(None, _prompt_streams(prompt))]
-            )
-            segments.append(_Segment(number, tuple(stream[:end] for stream in own)))
-    for segments in alike.values():
-        yield from segments
+            alike.setdefault(c.sequences[0].prompt.tobytes(), []).append((number, (c, own)))
+    for members in alike.values():
+        yield _Segment(None, _prompt_streams(members[0][1][0].sequences[0].prompt))
+        for number, (c, own) in members:
+            end = c.sequences[1].start if len(c.sequences) > 1 else None
+            yield _Segment(number, tuple(stream[:end] for stream in own))
     for number, (c, own) in samples:
         ends = [*(one.start for one in c.sequences[1:]), None]
         for one, end in zip(c.sequences, ends, strict=False):
@@ -163,12 +165,12 @@ def _segments(group: Group, first: int) -> Iterator[_Segment]:
                 yield _Segment(number, tuple(stream[one.start : end] for stream in own))
 
 
-def _prompt_streams(tokens: IntArray) -> tuple[np.ndarray, ...]:
+def _prompt_streams(tokens: IntArray) -> _Streams:
     nothing, unknown = np.zeros(len(tokens)), np.full(len(tokens), np.nan)
     return tokens, nothing > 0, nothing, nothing + 1, nothing, unknown, unknown
 
 
-def _response_streams(group: Group, c: Completion, grade: Grade) -> tuple[np.ndarray, ...]:
+def _response_streams(group: Group, c: Completion, grade: Grade) -> _Streams:
     """Return the arrays of `STREAMS` of a completion."""
     temperature = np.full(len(c.token_ids), c.params.temperature)
     for number, turn in enumerate(c.turns):
