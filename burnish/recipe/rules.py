@@ -196,8 +196,8 @@ def check_turn_credit(advantage: Advantage, task: AnyTask) -> None:
     if isinstance(advantage, Gae):
         setting, other = f"objective.advantage.over = '{advantage.over}'", "gae"
     raise ConfigError(
-        f"{setting} needs the turns of an environment, which task.name = '{task.name}' does not have; "
-        f"use objective.advantage = '{other}'"
+        f"{setting} needs the turns of an environment, which task.name = '{task.name}' does not "
+        f"have; use objective.advantage = '{other}'"
     )
 
 
