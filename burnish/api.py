@@ -38,7 +38,7 @@ from burnish.recipe.load import (
     recipe_to_toml,
 )
 from burnish.recipe.recipe import LogConfig, Recipe
-from burnish.recipe.tasks import KeywordsTask, RowsTask
+from burnish.recipe.tasks import AgentTask, EnvironmentTask, KeywordsTask, RowsTask
 from burnish.runs import checkpoints, directory, failure, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
@@ -213,7 +213,7 @@ def recipe_of(
     if environment is not None:
         own["environment"] = environment
     if agent is not None:
-        own["agent"] = agent
+        own |= agent_settings(before, agent)
     if prompts is not None:
         own |= {"train": None, "rows": as_rows(prompts), "validation": None}
     elif data is not None:
@@ -231,6 +231,16 @@ def recipe_of(
     elif isinstance(before, KeywordsTask) and not (is_written or has_turns):
         own |= {"reward": before.reward, "must_end": before.must_end}
     return load_recipe(source, [{"task": own}, *changes])
+
+
+def agent_settings(before: Any, agent: str) -> dict[str, Any]:
+    """Return the settings of an agent's task that replaces the task ``before``, whose rows and, if
+    it has episodes, limits it keeps."""
+    kept = {"train", "rows", "validation", "validation_rows", "columns"}
+    if isinstance(before, EnvironmentTask | AgentTask):
+        kept |= {"turns", "turn_tokens", "tool_format", "pace", "live", "memory_mb"}
+    given = kept & before.model_fields_set & type(before).model_fields.keys()
+    return {name: getattr(before, name) for name in given} | {"agent": agent}
 
 
 def reward_settings(reward: RewardArgument) -> dict[str, Any]:
@@ -462,7 +472,8 @@ def evaluation_recipe(
         named = {"name": "environment", "environment": environment}
         own["task"] = own.get("task", {}) | named
     if agent is not None:
-        own["task"] = own.get("task", {}) | {"name": "agent", "agent": agent}
+        named = {"name": "agent"} | agent_settings(load_recipe(source).task, agent)
+        own["task"] = named | own.get("task", {})
     given = parse_overrides(changes)
     # Settings of the validation would be refused if there is none.
     others = {key: value for key, value in given.items() if not key.startswith("validation.")}

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import burnish
 from burnish import api
 from burnish.errors import ConfigError, DataError, GraderError
 from burnish.launch import local
@@ -21,6 +22,7 @@ from burnish.types import SamplingParams
 from tests.loops.test_recorder import fingerprint, stopper
 from tests.rollout.scripted_agents import check_rescored
 
+EXAMPLES = Path(burnish.__file__).parents[1] / "examples"
 GAME = """
 def reward(heard):
     return (sum(map(ord, "".join(heard))) % 11) / 10
@@ -166,9 +168,49 @@ def test_an_agent_trains_as_the_environment_does(folder):
         assert {name: one[name] for name in same} == {name: two[name] for name in same}
 
 
-def test_a_run_repeats_and_resumes_bit_for_bit(folder):
-    trained(folder, "a")
-    trained(folder, "b", stop=stopper(1))
+def test_the_agent_of_guess_trains_as_its_environment_does(folder):
+    (folder / "games.jsonl").write_text("".join(f'{{"secret": {n}}}\n' for n in range(20)))
+    (folder / "held.jsonl").write_text('{"secret": 50}\n{"secret": 60}\n')
+    size = [one for one in AGENTS if one.startswith(("model", "train.", "rollout.", "engine."))]
+    own = [
+        "task.train=games.jsonl",
+        "task.validation=held.jsonl",
+        "device=cpu",
+        "model.context=1024",
+    ]
+    agent = f"{EXAMPLES}/guess_agent.py:run"
+    changed = [*size, *own, "rollout.max_tokens=600", "checkpoint.every=1", "validation.every=2"]
+    for name, chosen in {"a": agent, "b": None}.items():
+        api.train("guess", overrides=changed, agent=chosen, out=folder / name / "run")
+    agents, games = recorded(folder / "a/run"), recorded(folder / "b/run")
+    assert len(agents) == 16
+    for one, two in zip(agents, games, strict=True):
+        for name in ("tokens", "logprobs", "learner_logprobs", "reward", "advantage"):
+            assert one[name] == two[name], name
+
+
+STALE = ["loop.lag=1", "objective.proximal=behavior"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(["task.live=3", *STALE], marks=pytest.mark.slow),
+        pytest.param(
+            [*STALE, "buffer.capacity=4", "buffer.max_uses=2", "rollout.max_tokens=32"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [*STALE, "selection.dead_groups=active", "selection.on_bound=learn"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["plain", "lag", "buffer", "active"],
+)
+def test_a_run_repeats_and_resumes_bit_for_bit(folder, more):
+    trained(folder, "a", *more)
+    trained(folder, "b", *more, stop=stopper(1))
     api.resume(folder / "b/run")
     assert fingerprint(folder / "a/run") == fingerprint(folder / "b/run")
 

@@ -164,6 +164,14 @@ def read(messages):
     return "".join(m["role"][0] + (m["content"] or "") for m in messages) + "a"
 
 
+def without_marks(text):
+    """The text of a context whose prompt has results of tools as the template can't write them."""
+    marks = {"\n</tool_response>\n<tool_response>\n": "t", "u<tool_response>\n": "t"}
+    for mark, role in (marks | {"\n</tool_response>": ""}).items():
+        text = text.replace(mark, role)
+    return text
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_rewritten_histories_never_put_tokens_into_another_context(seed):
     agents = ScriptedAgents(rewriting(seed))
@@ -180,7 +188,7 @@ def test_rewritten_histories_never_put_tokens_into_another_context(seed):
     contexts = set()
     for fields, ids, _ in answers.drafts:
         if not fields["tools"]:
-            assert decode(ids, skip_special=True) == read(fields["messages"])
+            assert without_marks(decode(ids, skip_special=True)) == read(fields["messages"])
         contexts.add(ids.tobytes())
     learner = tiny.model(context=2048)
     for completion in found:
