@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -11,7 +11,9 @@ from threading import Thread
 
 import pytest
 
-from burnish.environments import taskset
+from burnish.environments import taskset, taskset_agent
+from burnish.environments.agent import AgentSettings, unlearned_traces
+from burnish.environments.pool import EnvironmentPool
 from burnish.environments.taskset import TasksetSource, load_taskset, require_verifiers, row_of
 from burnish.environments.taskset_agent import AgentFailure, make_agent, play_task
 from burnish.environments.taskset_rows import describe_tasks
@@ -177,6 +179,36 @@ def test_programs_are_local_processes_and_nothing_is_retried():
         assert role.runtime.type == "subprocess"
         assert role.retries.max_retries == 0  # also if the environment's author has set another
     assert loaded.env.config.retries.max_retries == 0
+
+
+@needs_verifiers
+def test_episodes_are_forks_of_a_process_that_has_loaded_the_taskset():
+    spec = f"{taskset_agent.__file__}:make_agent"
+    given = {"taskset": str(FOLDER / "panel.py"), "tasks": 2}
+    rows = [row_of(task) for task in load_taskset(TasksetSource(**given)).tasks]
+    with closing(EnvironmentPool(spec, tools=AgentSettings(given=given))) as pool, serving() as own:
+        pool.reset([(row["prompt"], row, 0) for row in rows])
+        url = f"http://127.0.0.1:{own.server_port}/session"
+        said = [{"role": "assistant", "content": f"{url}/{i}/v1"} for i in range(2)]
+        found = pool.step([(row["prompt"], one) for row, one in zip(rows, said, strict=True)])
+    assert [one.error for one in found] == [None, None]
+    assert [one.reward for one in found] == [0.5, 0.5]  # the replies "ab" of "Write a." and "b."
+    critics = [headers["X-Session-ID"] for _, headers, _ in own.seen]
+    assert all(len(unlearned_traces(one.messages)) == 1 for one in found)
+    assert {unlearned_traces(one.messages)[0] for one in found} < set(critics)
+    sent = {(path, headers["X-Session-ID"]) for path, headers, _ in own.seen}
+    assert len(sent) == 4  # a solver and a critic in each of two sessions
+
+
+@needs_verifiers
+def test_a_taskset_that_a_supervisor_cannot_load_is_an_error_of_the_data():
+    spec = f"{taskset_agent.__file__}:make_agent"
+    given = {"taskset": str(FOLDER / "outdated.py")}
+    with (
+        closing(EnvironmentPool(spec, tools=AgentSettings(given=given))) as pool,
+        pytest.raises(DataError, match=r"for verifiers before 0\.4"),
+    ):
+        pool.start()
 
 
 @needs_verifiers
