@@ -199,7 +199,7 @@ def _check_harnesses(source: TasksetSource, harnesses: Mapping[str, Any], task: 
             raise DataError(
                 f"the harness {name!r} of the role {role!r} runs commands that the model writes "
                 "(EXECUTES_CODE), on this machine and with all rights of your user; set "
-                "task.sandbox = 'off' to allow it, set EXECUTES_CODE = False in a harness that "
+                "task.commands = 'allow' to allow it, set EXECUTES_CODE = False in a harness that "
                 f"runs none, or {remedy}"
             )
 

@@ -252,7 +252,7 @@ def test_an_error_of_the_other_process_arrives():
         (source("letters", env={"retries": {"max_retries": 1}}), "task.env.retries: burnish sets"),
         (
             source("letters", env={"agent": {"harness": {"id": "bash"}}}),
-            r"runs commands that the model writes .*task.sandbox = 'off'",
+            r"runs commands that the model writes .*task.commands = 'allow'",
         ),
         (
             source("letters", env={"agent": {"harness": {"id": "codex"}}}, runs_commands=True),
