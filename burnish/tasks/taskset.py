@@ -19,7 +19,8 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.costs import Room
 from burnish.recipe.tasks import VerifiersTask
 from burnish.tasks.agent import AgentEpisodes, agent_limits
-from burnish.tasks.rows import DataRow, Rows, check_trainable, load_rows, tell_split
+from burnish.tasks.data.lines import ScriptRows
+from burnish.tasks.rows import DataRow, Rows, check_trainable, split, tell_split
 
 AGENT = f"{taskset_agent.__file__}:make_agent"
 """The agent that plays tasks of a taskset."""
@@ -46,8 +47,10 @@ def make_taskset(
 def load_task_rows(config: VerifiersTask, seed: int) -> tuple[Rows, Rows]:
     """Return a row for each task of the taskset: training and validation rows. Raise a DataError if
     the taskset can't be loaded, and a MissingExtra error if verifiers is not installed."""
-    rows = describe_tasks(source_of(config))
-    return load_rows(config.model_copy(update={"rows": rows}), seed=seed, check=_check_row)
+    source = ScriptRows(describe_tasks(source_of(config)), config.taskset)
+    rows = Rows(source, _check_row)
+    kept, held_out = split(rows.hash_prompts(), config.validation_rows, seed=seed)
+    return rows.select(kept), rows.select(held_out)
 
 
 def open_taskset(config: VerifiersTask) -> EnvironmentPool:
