@@ -6,24 +6,32 @@ from openai import AsyncOpenAI
 
 class Letter(vf.TaskData):
     letter: str
+    width: int = 1
+    """Number of characters that count, beginning with the letter."""
+
+
+class LettersConfig(vf.TasksetConfig):
+    width: int = 1
 
 
 class Task(vf.Task[Letter, vf.State]):
     @vf.reward
     async def share(self, task: Letter, trace: vf.Trace) -> float:
-        """The share of the letter in all replies."""
+        """The share of characters that count, in all replies."""
         text = "".join(message.content or "" for message in trace.assistant_messages)
-        return text.count(task.letter) / max(1, len(text))
+        first = ord(task.letter)
+        return sum(first <= ord(char) < first + task.width for char in text) / max(1, len(text))
 
     @vf.metric
     async def letters(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply))
 
 
-class Letters(vf.Taskset[Task, vf.TasksetConfig]):
+class Letters(vf.Taskset[Task, LettersConfig]):
     def load(self):
         for letter in "abcdefghijkl":
-            yield Task(Letter(prompt=f"Write {letter}.", letter=letter), self.config.task)
+            data = Letter(prompt=f"Write {letter}.", letter=letter, width=self.config.width)
+            yield Task(data, self.config.task)
 
 
 class Talk(vf.Harness[vf.HarnessConfig]):
