@@ -8,7 +8,6 @@ for each base URL until its environment closes, and here that is the end of the 
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,9 +24,6 @@ from burnish.environments.taskset import (
 
 KEY = "BURNISH_ENDPOINT_KEY"
 """Environment variable with the key of the endpoint, which verifiers reads."""
-USED = ("anyio._backends._asyncio", "httpcore", "openai.resources.chat")
-"""Modules that OpenAI's client imports with its first request, which takes 0.4 s of CPU time: they
-are imported once, before episodes are forked."""
 
 Agent = Callable[[Any, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """Plays the task of a row with an OpenAI client; returns the reward, metrics, and "unlearned"."""
@@ -41,8 +37,6 @@ def make_agent(given: Mapping[str, Any]) -> Agent:
     """Load a taskset, given by the fields of `TasksetSource`; return the agent that plays one task
     in a process of its own. Raise an error like `load_taskset`."""
     loaded = load_taskset(TasksetSource(**given))
-    for module in USED:
-        importlib.import_module(module)
 
     async def run(client: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         return await play_task(loaded, row, str(client.base_url), str(client.api_key))

@@ -56,8 +56,7 @@ def load_task_rows(config: VerifiersTask, seed: int) -> tuple[Rows, Rows]:
 def open_taskset(config: VerifiersTask) -> EnvironmentPool:
     """Return the processes that play tasks; they start with the first episode."""
     limits = replace(agent_limits(config), start_seconds=LOAD_SECONDS)
-    settings = AgentSettings(config.wall_seconds, asdict(source_of(config)))
-    return EnvironmentPool(AGENT, limits, settings)
+    return EnvironmentPool(AGENT, limits, AgentSettings(given=asdict(source_of(config))))
 
 
 def source_of(config: VerifiersTask) -> TasksetSource:
