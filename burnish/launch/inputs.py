@@ -16,7 +16,7 @@ from burnish.graders import rewards
 from burnish.launch.models import ModelSource
 from burnish.launch.preflight import files_of_task
 from burnish.recipe.objective.objective import ObjectiveConfig
-from burnish.recipe.tasks import AgentTask, EnvironmentTask, FilesTask, RowsTask
+from burnish.recipe.tasks import AgentTask, EnvironmentTask, FilesTask, RowsTask, VerifiersTask
 from burnish.runs import checkpoints
 from burnish.runs.directory import to_jsonl, version_of
 from burnish.tasks.data.names import parse_data_name
@@ -24,7 +24,11 @@ from burnish.tasks.data.table import open_table
 
 CODE = ("environments", "graders", "tasks")
 """Folders of this package whose code makes prompts and grades responses."""
-PACKAGES = {"math": ("math-verify", "sympy"), "gym": ("reasoning-gym",)}
+PACKAGES = {
+    "math": ("math-verify", "sympy"),
+    "gym": ("reasoning-gym",),
+    "verifiers": ("verifiers",),
+}
 """Other packages that make prompts and grade responses, by the task's name."""
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 """Types whose repr is the same in every process."""
@@ -141,6 +145,8 @@ def _hash_task(task: Any) -> Iterator[tuple[str, str]]:
         yield "reward", hash_files([Path(task.reward.rpartition(":")[0])])
     if isinstance(task, AgentTask):
         yield "agent", hash_files([Path(task.agent.rpartition(":")[0])])
+    if isinstance(task, VerifiersTask) and task.taskset_file is not None:
+        yield "taskset", hash_files([Path(task.taskset_file)])
     if isinstance(task, EnvironmentTask):
         if task.environment and ":" in task.environment:
             yield "environment", hash_files([Path(task.environment.rpartition(":")[0])])

@@ -72,6 +72,7 @@ from burnish.tasks import (
     mixture,
     pairs,
     sorting,
+    taskset,
     text,
 )
 from burnish.tasks.solve_rates import History
@@ -90,6 +91,7 @@ TASKS: dict[str, Any] = {
     "judged": judged.make_judged,
     "environment": environment.make_environment,
     "agent": agent.make_agents,
+    "verifiers": taskset.make_taskset,
 }
 """Functions that build a language task, by the task's name in a recipe."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.engine.remote.environment import check_packages, check_token, read_key
+from burnish.environments.taskset import require_verifiers
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
 from burnish.graders import judge, rewards, trial
 from burnish.machine import hardware
@@ -36,6 +37,7 @@ from burnish.recipe.tasks import (
     JudgedTask,
     MathTask,
     RowsTask,
+    VerifiersTask,
 )
 from burnish.recipe.trainable import AnyLearning, LoraLearns
 from burnish.runs import checkpoints
@@ -54,6 +56,7 @@ EXTRAS = {
     "trackio": ("trackio", "the tracker Trackio (log.trackers)"),
     "serve": ("uvicorn", "the endpoint of `burnish serve`"),
     "agents": ("openai", "the client that agents call the policy with"),
+    "verifiers": ("verifiers", "tasksets of the package verifiers (task.name = 'verifiers')"),
     "ray": ("ray", "sampling and learning in processes of their own (--runtime ray)"),
 }
 """Optional dependencies: for each extra, a module that it installs, and the extra's purpose."""
@@ -158,6 +161,8 @@ def check_task_extras(tasks: Mapping[str, Any]) -> None:
             require_extra("math", "task.name = 'math'")
         if isinstance(task, GymTask):
             require_extra("gym", f"the generator {task.generator}")
+        if isinstance(task, VerifiersTask):
+            require_verifiers()
         if isinstance(task, AgentsTask):
             require_extra("serve", f"task.name = '{task.name}'")
             require_extra("agents", f"task.name = '{task.name}'")
@@ -220,7 +225,7 @@ def check_rows(
     fails for made-up responses (see ``trial.try_reward``), if an environment can't be loaded or
     reset, or if a judge does not answer a test request. ``trains``: also if no training row is
     left. ``must_replay``: also if an environment can't be replayed."""
-    from burnish.tasks import agent, environment, judged, math, pairs, rows, text
+    from burnish.tasks import agent, environment, judged, math, pairs, rows, taskset, text
 
     for task in tasks.values():
         if isinstance(task, FilesTask):
@@ -247,6 +252,8 @@ def check_rows(
             if task.reward is not None and task.environment is None:
                 tried = environment.row_with_messages(row["row"])
                 trial.try_reward(task.reward, environment.reward_limits(task), tried, max_errors)
+        if isinstance(task, VerifiersTask):
+            loaded = taskset.load_task_rows(task, seed)
         if isinstance(task, AgentTask):
             loaded = agent.load_agent_rows(task, seed)
             agent.try_agent(task)

@@ -34,12 +34,13 @@ from burnish.machine import folders
 from burnish.recipe.costs import shared_memory
 from burnish.recipe.recipe import Recipe
 from burnish.recipe.runtime import FreeLoop, RayRuntime
-from burnish.recipe.tasks import AgentTask, EnvironmentTask
+from burnish.recipe.tasks import AgentTask, EnvironmentTask, VerifiersTask
 from burnish.rollout.dead_groups import make_replacer
 from burnish.rollout.step_values import make_step_sampler
 from burnish.runs.metrics import Timers
 from burnish.tasks.agent import open_agents
 from burnish.tasks.environment import start_environments
+from burnish.tasks.taskset import open_taskset
 from burnish.types import Group
 
 
@@ -156,12 +157,14 @@ def make_generator(recipe: Recipe) -> GeneratorWorker:
             history=recipe.rollout.history,
             total=recipe.train.micro_tokens,
         )
-    if isinstance(recipe.task, AgentTask):
+    if isinstance(recipe.task, AgentTask | VerifiersTask):
+        config = recipe.task
+        agents = open_agents(config) if isinstance(config, AgentTask) else open_taskset(config)
         engine = local.with_agents(
             resolved.source,
             engine,
-            recipe.task,
-            open_agents(recipe.task).start(),
+            config,
+            agents.start(),
             history=recipe.rollout.history,
             total=recipe.train.micro_tokens,
         )

@@ -33,9 +33,11 @@ from burnish.recipe.runtime import (
     TorchrunRuntime,
 )
 from burnish.recipe.selection import SelectionConfig
-from burnish.recipe.tasks import AgentsTask, AnyTask, EnvironmentTask, SortTask
+from burnish.recipe.tasks import AgentsTask, AnyTask, EnvironmentTask, SortTask, VerifiersTask
 from burnish.recipe.trainable import AnyLearning
 
+ROWS = ["task.train", "task.validation", "task.columns"]
+"""Settings of tasks with rows of data that a task with its own tasks does not read."""
 LANGUAGE = [
     *("device", "engine", "train.learn", "train.recompute", "validation.max_tokens"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
@@ -715,6 +717,7 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
         ("model.name", not recipe.model.is_language, LANGUAGE),
         ("task.name", not isinstance(recipe.task, episodic), ["rollout.history"]),
         ("task.name", isinstance(recipe.task, AgentsTask), ["task.system"]),
+        ("task.name", isinstance(recipe.task, VerifiersTask), ROWS),
         ("objective.loss.name", "ratio" not in loss.reads, ["objective.ratio"]),
         ("objective.loss.name", not is_compared, ["objective.proximal"]),
         ("objective.advantage.name", is_unscaled, ["task.scales"]),

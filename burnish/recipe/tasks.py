@@ -440,6 +440,36 @@ class AgentTask(AgentsTask):
     )
 
 
+class VerifiersTask(AgentsTask):
+    """Tasks of a taskset of the package verifiers, played by the taskset's harness."""
+
+    name: Literal["verifiers"] = "verifiers"
+    taskset: str = Field(
+        min_length=1, description="the taskset: its installed module, such as gsm8k-v1, or FILE.py"
+    )
+    env: dict[str, Any] = Field(
+        {},
+        description="verifiers' own section env: settings of the taskset (env.taskset), of each "
+        "role (env.agent), and the environment (env.id)",
+    )
+    tasks: int | None = Field(
+        None, ge=1, description="number of tasks to use, the first ones; None: all"
+    )
+    role: str | None = Field(
+        None, description="role that learns, if several are trainable; None: the one that is"
+    )
+    commands: Literal["refuse", "allow"] = Field(
+        "refuse",
+        description="whether a harness may run commands that the model writes, on this machine and "
+        "with all rights of your user",
+    )
+
+    @property
+    def taskset_file(self) -> str | None:
+        """The file of the taskset; None if an installed module is named."""
+        return self.taskset if self.taskset.endswith(".py") else None
+
+
 class SupervisedTask(PromptsTask):
     """Base class of the tasks of supervised runs: rows with given responses."""
 
@@ -490,7 +520,14 @@ class MixtureTask(Section):
 
 
 AnyTask = Annotated[
-    SortTask | Part | EnvironmentTask | AgentTask | PairsTask | PreferencesTask | MixtureTask,
+    SortTask
+    | Part
+    | EnvironmentTask
+    | AgentTask
+    | VerifiersTask
+    | PairsTask
+    | PreferencesTask
+    | MixtureTask,
     BY_NAME,
     named("sort"),
 ]

@@ -140,6 +140,7 @@ def _ungraded(series: Series, settings: Settings, error: str | None) -> Finding:
         said = shorten(printable(lines[0]), LONGEST, placeholder=" …").rstrip(".")
         text += f" The most frequent error: {said}."
     graded_by = {"judged": "judge", "environment": "environment or its reward"}
+    graded_by |= {"verifiers": "taskset or its settings"}
     wrong = graded_by.get(str(settings.get("task.name")), "reward")
     strict = {"rollout.max_errors": RolloutConfig.model_fields["max_errors"].default}
     return text, [Remedy(f"a corrected {wrong}"), Remedy("a limit that ends such a run", strict)]
@@ -223,7 +224,7 @@ def _truncated(series: Series, settings: Settings) -> Finding:
     longer = {"rollout.max_tokens": 2 * limit}
     if micro := settings.get("train.micro_tokens"):
         longer["train.micro_tokens"] = max(micro, 4 * limit)
-    if settings.get("task.name") in ("environment", "agent"):
+    if settings.get("task.name") in ("environment", "agent", "verifiers"):
         most, turns = settings["task.turns"], _mean(_finite(series, "rollout/turns"))
         return _truncated_episodes(share, turns, most, longer)
     return text, [

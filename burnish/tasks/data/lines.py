@@ -39,12 +39,10 @@ class RowSource(Protocol):
 
 
 class ScriptRows:
-    """Rows that a script has passed as a list."""
+    """Rows in memory, such as a list that a script has passed, with a name for messages."""
 
-    name = "prompts"
-
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[Any], name: str = "prompts") -> None:
+        self._rows, self.name = rows, name
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -56,7 +54,7 @@ class ScriptRows:
         yield from self._rows
 
     def place(self, index: int) -> str:
-        return f"prompts[{index}]"
+        return f"{self.name}[{index}]"
 
 
 class JsonLines:
