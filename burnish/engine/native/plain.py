@@ -20,10 +20,11 @@ from burnish.model.attention import Attend, causal, packed
 from burnish.model.matmul import attention
 from burnish.model.transformer import Transformer
 
-SampleAhead = Callable[[Sequence[Sample], Tensor, Tensor, sampler.Limited], tuple[Tensor, Tensor]]
-"""Function that samples the next few tokens of each sample. It takes the samples, points in [0, 1)
-[samples, steps] that select the tokens, temperatures [samples], and the rows with limits. It
-returns tokens and log-probabilities, shaped like the points."""
+SampleAhead = Callable[[Sequence[Sample], int], tuple[list[list[int]], list[list[float]]]]
+"""Function that samples the next few tokens of each sample. It takes the samples, whose limits
+`decoding.is_drawn_ahead` allows, and the maximum number of tokens. It returns the tokens of each
+sample, up to an end id or its maximum length, and their log-probabilities; NaN, which is the last
+one, where the model overflowed."""
 
 
 class Backend(Protocol):
