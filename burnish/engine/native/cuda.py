@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from burnish.engine.native.cuda_kernels import PageTable
 
 
+LOOK = 4
+"""Number of steps after which the host looks whether all rows have ended."""
+
+
 def usable(width: int) -> bool:
     """Return whether Triton is installed and its kernels support heads of this width: a power of
     two, at least 16."""
@@ -77,16 +81,36 @@ class Cuda:
         themselves are not changed. See `plain.SampleAhead`."""
         kind = self._give(samples)
         run_body, run_head = self._bodies[kind][0], self._heads[kind]
-        for _ in range(steps):
-            run_body()
-            run_head()
         rows = self._buffers.rows(kind[0])
+        looks: list[Callable[[], bool]] = []
+        for step in range(0, steps, LOOK):
+            # The device still has `LOOK` steps to do. If all rows have ended, further steps would
+            # change nothing.
+            if len(looks) > 1 and not looks[-2]():
+                break
+            for _ in range(min(LOOK, steps - step)):
+                run_body()
+                run_head()
+            looks.append(self._look(rows))
         drawn = rows.drawn[: len(samples)].tolist()
         tokens, logprobs = (x[: len(samples), :steps].tolist() for x in rows[-2:])
         return (
             [own[:count] for own, count in zip(tokens, drawn, strict=True)],
             [own[:count] for own, count in zip(logprobs, drawn, strict=True)],
         )
+
+    def _look(self, rows: Rows) -> Callable[[], bool]:
+        """Return a function that waits until the device has done all steps up to now, and returns
+        whether a row had not ended then."""
+        longest = rows.counts.amax().to("cpu", non_blocking=True)
+        is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_done.record()
+
+        def look() -> bool:
+            is_done.synchronize()
+            return bool(longest)
+
+        return look
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._wide_head is None:

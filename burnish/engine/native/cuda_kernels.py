@@ -16,8 +16,9 @@ from torch import Tensor
 
 from burnish.engine.native.decoding import GROUP
 
-TOKENS = 64
-"""Number of keys that a program reads at a time."""
+TILES = {64: (64, 4, 2), 128: (64, 4, 3)}
+"""Number of keys that a program reads at a time, warps of a program, and stages of its loads, for
+heads up to these widths. More stages keep more loads in flight, but fewer programs fit."""
 LEAST = 16
 """Minimum number of rows and columns of a Triton matrix product."""
 PROGRAMS = 264
@@ -50,7 +51,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, size: int)
     (rows, queries, width), heads = q.shape, keys.shape[1]
     repeat = queries // heads
     mates = triton.next_power_of_2(repeat)
-    shape = {"HEADS": heads, "REPEAT": repeat, "WIDTH": width, "SIZE": size, "TOKENS": TOKENS}
+    tokens, warps, stages = TILES.get(max(64, width), TILES[128])
+    shape = {"HEADS": heads, "REPEAT": repeat, "WIDTH": width, "SIZE": size, "TOKENS": tokens}
+    tuned = {"num_warps": warps, "num_stages": stages}
     parts, shared, items = divided(rows * heads), 0, table.items
     if items is not None:
         shared = divided(rows // GROUP * heads)
@@ -59,13 +62,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, size: int)
     if parts + shared == 1:
         grid = rows, heads
         own = {"PADDED": padded, "PARTS": 1, "WHOLE": True}
-        _attend[grid](q, keys, values, out, out, *given, **shape, **own)
+        _attend[grid](q, keys, values, out, out, *given, **shape, **own, **tuned)
         return out
     mixes = q.new_empty(parts + shared, *q.shape, dtype=torch.float32)
     sums = mixes.new_empty(*mixes.shape[:3], 2)
     grid = rows, heads, parts
     own = {"PADDED": padded, "PARTS": parts, "WHOLE": False}
-    _attend[grid](q, keys, values, mixes, sums, *given, **shape, **own)
+    _attend[grid](q, keys, values, mixes, sums, *given, **shape, **own, **tuned)
     if items is not None:
         more = mixes[parts:], sums[parts:], table.pages, items, width**-0.5, rows
         sizes = {"MATES": mates, "GROUP": GROUP, "PADDED": max(LEAST, mates * GROUP)}
@@ -73,7 +76,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, size: int)
         _attend_shared[grid](q, keys, values, *more, **shape, **sizes, PARTS=shared)
     sizes = {"PARTS": parts, "ALL": parts + shared, "WIDTH": width}
     padded = triton.next_power_of_2(parts + shared)
-    _merge[rows, queries](mixes, sums, table.owns, out, rows, **sizes, PADDED=padded)
+    _merge[rows, queries](mixes, sums, table.owns, out, rows, **sizes, PADDED=padded, num_warps=1)
     return out
 
 

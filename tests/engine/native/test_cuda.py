@@ -76,6 +76,7 @@ class Counted(cuda.Cuda):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.steps: list[int] = []
+        self.looks: list[bool] = []
 
     def sample_ahead(self, samples: Any, steps: int) -> Any:
         self.steps.append(steps)
@@ -88,6 +89,11 @@ class Replayed(Counted):
     def _record(self, kind: Any) -> None:
         super()._record(kind)
         self._buffers._integers.fill_(-7)  # recording leaves nothing that may be relied on
+
+    def _look(self, rows: Rows) -> Any:
+        runs = bool(rows.counts.any())
+        self.looks.append(runs)
+        return lambda: runs
 
     def _graph(self, run: Any) -> Any:
         out = run()
@@ -233,6 +239,18 @@ def test_greedy_and_sampled_and_held_rows_run_ahead_together() -> None:
     ]
     tiny.assert_same(tiny.finish(one_by_one(), given), tiny.finish(engine, given))
     assert max(steps) > 20
+
+
+@pytest.mark.skipif(tiny.DEVICE != "cpu", reason="a GPU looks without this list")
+def test_steps_end_when_all_rows_have_ended() -> None:
+    engine, steps = ahead()
+    one = tiny.request("a", n=3, max_tokens=60, stop_ids=tuple(range(0, 256, 36)))
+    done = tiny.finish(engine, [one])
+    tiny.assert_same(tiny.finish(one_by_one(), [one]), done)
+    longest = max(len(found.token_ids) for found in done.values())
+    looks = engine._backend.looks
+    assert not looks[-1]
+    assert cuda.LOOK * len(looks) <= longest + 2 * cuda.LOOK * len(steps)
 
 
 def test_new_weights_between_two_looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
