@@ -16,7 +16,7 @@ from torch import Tensor
 
 from burnish.engine.native.decoding import GROUP
 
-TILES = {64: (64, 4, 2), 128: (64, 4, 3)}
+TILES = {64: (32, 1, 2), 128: (64, 2, 2)}
 """Number of keys that a program reads at a time, warps of a program, and stages of its loads, for
 heads up to these widths. More stages keep more loads in flight, but fewer programs fit."""
 LEAST = 16
