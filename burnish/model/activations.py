@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from burnish.model.matmul import fuses
+
 TILE = 2**17
 """Elements that are normalised at a time, few enough to stay in the cache."""
 
@@ -79,12 +81,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     """`swiglu` and its gradient. The backward pass computes silu(gate) again, because storing it
     would take a tenth of the memory of all activations. It writes both halves of the gradient into
-    one tensor, which saves the copy that autograd would make.
+    one tensor, which saves the copy that autograd would make. A GPU has one kernel for each pass.
     """
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
+        if fuses(gate_up):
+            from burnish.model import elementwise_kernels
+
+            return elementwise_kernels.swiglu_forward(gate_up.contiguous())
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -92,6 +98,11 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
+        if fuses(gate_up):
+            from burnish.model import elementwise_kernels
+
+            given = upstream.contiguous(), gate_up.contiguous()
+            return elementwise_kernels.swiglu_backward(*given)
         gate, up = gate_up.chunk(2, dim=-1)
         gradient = torch.empty_like(gate_up)
         to_gate, to_up = gradient.chunk(2, dim=-1)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from burnish.model import kernels
+from burnish.model.gather import RowGather
 from burnish.model.matmul import widened
 
 Item = TypeVar("Item")
@@ -259,10 +260,13 @@ class FlashPackedAttention:
     def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
         """segment_offsets [segments + 1]: first slot of each segment, and the end of the last;
         segment_is_prompt [segments]."""
-        self._context, self._arguments = _varlen(segment_offsets, segment_is_prompt)
+        context, self._arguments = _varlen(segment_offsets, segment_is_prompt)
+        self._context = RowGather(context, int(segment_offsets[-1]))
+        self._is_whole = bool(segment_is_prompt.all())
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.index_select(0, self._context) for x in (k, v))
+        if not self._is_whole:
+            k, v = (self._context(x) for x in (k, v))
         flash = torch.ops.aten._flash_attention_forward
         out: Tensor = flash(q, k, v, *self._arguments, 0.0, True, False)[0]
         return out

@@ -13,11 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burnish.model.matmul import product
+from burnish.model.gather import gather_rows
+from burnish.model.matmul import fuses, product
 from burnish.types import Measured
 
 CHUNK = 1024
-"""Rows of logits that are held at a time: 1024 × 50k in bfloat16 are 100 MB."""
+"""Rows of logits that a CPU holds at a time: 1024 × 50k in bfloat16 are 100 MB."""
+GPU_CHUNK = 4096
+"""Rows of logits that other devices hold at a time. Each chunk adds once to the weight's gradient,
+which moves ten bytes per weight."""
 TILE = 2**18
 """Logits that a CPU processes at a time in the softmax, few enough for its cache."""
 
@@ -59,11 +63,11 @@ def token_logprobs(
     context), at the temperatures of these tokens.
 
     hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] -> [M] each, in at
-    least float32. At most `CHUNK` rows of logits are held at a time. The backward pass computes
-    them again, except for the last chunk, which is kept. If the entropy is detached, it adds
-    nothing to the cost of the backward pass.
+    least float32. Only `CHUNK` or `GPU_CHUNK` rows of logits are held at a time. The backward pass
+    computes them again, except for the last chunk, which is kept. If the entropy is detached, it
+    adds nothing to the cost of the backward pass.
     """
-    rows, weight = model.head_inputs(hidden.index_select(0, predecessor[slots]))
+    rows, weight = model.head_inputs(gather_rows(hidden, predecessor[slots]))
     heat = temperature[slots].to(torch.promote_types(rows.dtype, torch.float32))
     streams = rows, weight, tokens[slots], heat
     found = _Head.apply(*streams, model.vocabulary)  # type: ignore[no-untyped-call]
@@ -111,18 +115,11 @@ class _Head(torch.autograd.Function):
         highest, mass, weighted, chosen = heat.new_empty(4, len(tokens))
         ctx.is_scaled = bool((heat != 1).any())  # computed once, because it synchronises a GPU
         logits: Tensor | None = None
-        for rows in _pieces(len(tokens), CHUNK):
+        for rows in _pieces(len(tokens), _chunk(hidden)):
             logits = None  # frees the memory before the next chunk is computed
             logits = product(hidden[rows], weight.T)
-            for part, tile in _tiles(logits, rows):
-                x = _wide(part, heat[tile], ctx.is_scaled)
-                highest[tile] = x.amax(1)
-                x.sub_(highest[tile, None])
-                p = x.exp()
-                mass[tile] = p.sum(1)
-                at = torch.arange(len(x), device=x.device), tokens[tile]
-                chosen[tile] = x[at]
-                weighted[tile] = p.mul_(x).sum(1)
+            found = highest[rows], mass[rows], weighted[rows], chosen[rows]
+            _moments(logits, heat[rows], tokens[rows], found, is_scaled=ctx.is_scaled)
         if vocabulary is not None:
             below = highest - (highest := vocabulary.largest(highest))
             share = below.exp()
@@ -147,17 +144,19 @@ class _Head(torch.autograd.Function):
         # Without rows the gradient is 0 instead of None, because every rank needs a gradient.
         to_weight = None if len(tokens) else torch.zeros_like(weight, dtype=heat.dtype)
         own = up * is_here
-        for rows in reversed(list(_pieces(len(tokens), CHUNK))):
+        for rows in reversed(list(_pieces(len(tokens), _chunk(hidden)))):
             logits = product(hidden[rows], weight.T) if logits is None else logits
-            for part, tile in _tiles(logits, rows):
-                x = _wide(part, heat[tile], ctx.is_scaled).sub_(total[tile, None])  # log p
-                at = torch.arange(len(x), device=x.device), tokens[tile]
-                scale = -up[tile, None]
-                if up_entropy is not None:
-                    scale = scale - (x + entropy[tile, None]).mul_(up_entropy[tile, None])
-                gradient = x.exp_().mul_(scale)
-                gradient[at] += own[tile]
-                part.copy_(gradient)
+            _to_logits(
+                logits,
+                heat[rows],
+                tokens[rows],
+                total[rows],
+                up[rows],
+                own[rows],
+                entropy[rows],
+                None if up_entropy is None else up_entropy[rows],
+                is_scaled=ctx.is_scaled,
+            )
             to_hidden[rows] = product(logits, weight)
             if ctx.needs_input_grad[1]:
                 more = product(logits.T, hidden[rows])
@@ -167,6 +166,67 @@ class _Head(torch.autograd.Function):
         if ctx.vocabulary is not None:
             to_hidden = ctx.vocabulary.add(to_hidden)
         return to_hidden, given, None, None, None
+
+
+def _moments(
+    logits: Tensor,
+    heat: Tensor,
+    tokens: Tensor,
+    found: tuple[Tensor, ...],
+    *,
+    is_scaled: bool,
+) -> None:
+    """Write four numbers of each row x = logits / heat to ``found``: its maximum, Σ exp(x − max),
+    Σ (x − max) exp(x − max), and x − max of the row's token."""
+    if fuses(logits):
+        from burnish.model import softmax_kernels
+
+        softmax_kernels.moments(logits, heat, tokens, found)
+        return
+    highest, mass, weighted, chosen = found
+    for tile in _tiles(logits):
+        x = _wide(logits[tile], heat[tile], is_scaled)
+        highest[tile] = x.amax(1)
+        x.sub_(highest[tile, None])
+        p = x.exp()
+        mass[tile] = p.sum(1)
+        at = torch.arange(len(x), device=x.device), tokens[tile]
+        chosen[tile] = x[at]
+        weighted[tile] = p.mul_(x).sum(1)
+
+
+def _to_logits(
+    logits: Tensor,
+    heat: Tensor,
+    tokens: Tensor,
+    total: Tensor,
+    up: Tensor,
+    own: Tensor,
+    entropy: Tensor,
+    up_entropy: Tensor | None,
+    *,
+    is_scaled: bool,
+) -> None:
+    """Overwrite logits [M, V] by their gradient. All other tensors are [M]; ``total`` is the
+    logsumexp of logits / heat."""
+    if fuses(logits):
+        from burnish.model import softmax_kernels
+
+        softmax_kernels.gradient(logits, heat, tokens, total, up, own, entropy, up_entropy)
+        return
+    for tile in _tiles(logits):
+        x = _wide(logits[tile], heat[tile], is_scaled).sub_(total[tile, None])  # log p
+        at = torch.arange(len(x), device=x.device), tokens[tile]
+        scale = -up[tile, None]
+        if up_entropy is not None:
+            scale = scale - (x + entropy[tile, None]).mul_(up_entropy[tile, None])
+        to_x = x.exp_().mul_(scale)
+        to_x[at] += own[tile]
+        logits[tile] = to_x
+
+
+def _chunk(hidden: Tensor) -> int:
+    return CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
 
 
 def _here(tokens: Tensor, size: int, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
@@ -181,11 +241,10 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, count)) for i in range(0, count, size))
 
 
-def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
-    """Yield views of parts of a chunk's logits, and the rows of these parts among all logits."""
-    size = max(1, TILE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-    for piece in _pieces(len(logits), size):
-        yield logits[piece], slice(rows.start + piece.start, rows.start + piece.stop)
+def _tiles(logits: Tensor) -> Iterator[slice]:
+    """Yield the rows of logits in parts that are processed at a time."""
+    size = max(1, TILE // logits.shape[1]) if logits.device.type == "cpu" else CHUNK
+    return _pieces(len(logits), size)
 
 
 def _wide(logits: Tensor, heat: Tensor, is_scaled: bool) -> Tensor:

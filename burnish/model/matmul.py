@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -25,6 +26,17 @@ def multiplies(dtype: torch.dtype, device: str) -> bool:
     # oneDNN also reports support if it only has a fallback, which is as slow as PyTorch's.
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and hardware.supports_precision(NAMES[dtype], device)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def fuses(x: Tensor) -> bool:
+    """Return whether fused kernels compute with x: on a GPU in at most 32 bits, if Triton is
+    installed."""
+    return x.is_cuda and x.dtype.itemsize <= 4 and _has_triton()
 
 
 def cost(dtype: torch.dtype) -> float:

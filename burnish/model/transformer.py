@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
 from burnish.model.attention import Attend, causal, packed
 from burnish.model.logprobs import Vocabulary, token_logprobs
-from burnish.model.matmul import linear
+from burnish.model.matmul import fuses, linear
 from burnish.types import Measured, PackedBatch
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -219,6 +220,45 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((right, left), dim=-1), sin)
 
 
+def rotate_qkv(qkv: Tensor, turn: Rotation, heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the heads qkv [N, Hq + 2 Hkv, D] into queries, keys and values, of which there are
+    ``heads``, and rotate queries and keys by their positions."""
+    if fuses(qkv):
+        q, k, v = _RotateQkv.apply(qkv, *turn, heads)  # type: ignore[no-untyped-call]
+        return q, k, v
+    qk, v = qkv.tensor_split([-heads[2]], dim=1)
+    # q and k in one call: with few tokens, the number of operations determines the time.
+    q, k = torch.split(rotate(qk, turn), heads[:2], dim=1)
+    return q, k, v
+
+
+class _RotateQkv(torch.autograd.Function):
+    """`rotate_qkv` on a GPU, in one kernel for each pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: list[int]
+    ) -> tuple[Tensor, ...]:
+        from burnish.model import elementwise_kernels
+
+        ctx.save_for_backward(cos, sin)
+        parts = tuple(qkv.new_empty(len(qkv), count, qkv.shape[2]) for count in heads)
+        elementwise_kernels.rotate_heads(qkv.contiguous(), cos, sin, parts)
+        return parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *ups: Tensor) -> tuple[Tensor | None, ...]:
+        from burnish.model import elementwise_kernels
+
+        cos, sin = ctx.saved_tensors
+        parts = [up.contiguous() for up in ups]
+        rows, _, width = parts[0].shape
+        joined = parts[0].new_empty(rows, sum(part.shape[1] for part in parts), width)
+        elementwise_kernels.rotate_heads_back(joined, cos, sin, parts)
+        return joined, None, None, None
+
+
 class _Linear(nn.Linear):
     def __init__(self, inner: int, outer: int, *, bias: bool) -> None:
         super().__init__(inner, outer, bias=bias)
@@ -257,12 +297,10 @@ class Layer(nn.Module):
         """Apply attention and MLP, each with its norm and residual connection: [N, d] -> [N, d].
         ``turn`` is the `rotation` of queries and keys, and ``attend`` the attention function."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.width))
-        qk, v = qkv.tensor_split([-self.heads[2]], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split(self.heads[:2], dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        # q and k in one call: with few tokens, the number of operations determines the time.
-        q, k = torch.split(rotate(qk, turn), self.heads[:2], dim=1)
+            q, k, v = qkv.split(self.heads, dim=1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
+        q, k, v = rotate_qkv(qkv, turn, self.heads)
         x = x + self.out(attend(self.index, q, k, v).reshape(x.shape[0], -1))
         out: Tensor = x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
         return out

@@ -215,7 +215,7 @@ def test_flash_reads_the_prompt_and_the_segment(groups: list[tuple[int, list[int
     for i, (start, stop) in enumerate(
         zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     ):
-        context = flash._context[ends[i] : ends[i + 1]].tolist()
+        context = flash._context.index[ends[i] : ends[i + 1]].tolist()
         for slot in range(start, stop):  # aligned to the ends: the last query sees all
             seen = context[: len(context) - (stop - 1 - slot)]
             assert seen == mask[slot].nonzero().squeeze(1).tolist()

@@ -2,30 +2,35 @@
 
 A decoding step of a small model consists of hundreds of kernels that run for microseconds each;
 launching them one by one takes several times as long as running them. A CUDA graph needs one
-launch.
+launch. Several steps run without the host: see `decoding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.engine.native import sampler
+from burnish.engine.native import decoding, sampler
 from burnish.engine.native.cache import Cache, TokenRun, slots_of
+from burnish.engine.native.decoding import Buffers, Rows
 from burnish.engine.native.plain import RunAttention, last_states
 from burnish.engine.native.sequence import Sequence as Sample
 from burnish.model.attention import Attend
+from burnish.model.matmul import linear
 from burnish.model.transformer import Transformer
 
-FIELDS = 5
-"""Number of fields of a row in the graphs' inputs: token, position, slot, index of its first page,
-number of tokens that it attends to."""
+if TYPE_CHECKING:
+    from burnish.engine.native.cuda_kernels import PageTable
+
+
+LOOK = 4
+"""Number of steps after which the host looks whether all rows have ended."""
 
 
 def usable(width: int) -> bool:
@@ -35,7 +40,7 @@ def usable(width: int) -> bool:
 
 
 class Cuda:
-    """Runs the model on a GPU. Steps that only decode replay a recorded CUDA graph; steps with
+    """Runs the model on a GPU. Steps that only decode replay recorded CUDA graphs; steps with
     prompts call the model.
 
     The graphs read the model's own weights, whose addresses do not change.
@@ -45,81 +50,136 @@ class Cuda:
         """Allocate the graphs' inputs. ``most``: maximum number of samples that decode at the same
         time."""
         self._model, self._cache = model, cache
-        self.logits, self.weigh = model.logits, sampler.plain_weigh
-        pages = -(-model.config.context // cache.size)
-        numbers = padded(most) * (FIELDS + pages)
-        self._inputs = torch.zeros(numbers, dtype=torch.int64, device=cache.device)
-        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.weigh = sampler.plain_weigh
+        weight = self._head_weight
+        is_wide = model.config.fp32_head and weight.dtype.itemsize < 4
+        self._wide_head = weight.float() if is_wide else None
+        """The head in float32, if the model has such a head; converting it takes longer than a
+        step's product."""
+        pages = 1 + -(-model.config.context // cache.size)
+        self._buffers = Buffers(padded(most), pages, cache.device)
+        self._bodies: dict[tuple[int, bool], tuple[Callable[[], None], Tensor]] = {}
+        """Functions that run the model on a number of rows, of which some share pages or none, and
+        the hidden states that they write."""
+        self._heads: dict[tuple[int, bool], Callable[[], None]] = {}
+        """Functions that draw a token from these hidden states and advance the rows."""
         self._pool: Any = None
 
     def hidden(self, runs: Sequence[TokenRun]) -> Tensor:
         if all(run.count == 1 for run in runs):
-            return self._replay(self._give([run.sequence for run in runs]))[: len(runs)]
+            kind = self._give([run.sequence for run in runs])
+            run_body, hidden = self._bodies[kind]
+            run_body()
+            return hidden[: len(runs)]
         return last_states(self._model, PagedAttention, self._cache, runs)
 
     def sample_ahead(
-        self, samples: Sequence[Sample], points: Tensor, heat: Tensor, limited: sampler.Limited
-    ) -> tuple[Tensor, Tensor]:
-        """Sample the next tokens of samples that all decode, one graph replay per token, without
-        waiting for the device. Pages for all these tokens must be allocated (`Scheduler.reserve`).
-        The samples themselves are not changed. See `plain.SampleAhead`."""
-        count, steps = points.shape
-        rows, size = self._give(samples), self._cache.size
-        fields = self._inputs[: FIELDS * rows].view(FIELDS, rows)[:, :count]
-        pages = self._inputs[FIELDS * rows :]
-        token, at, slot, first, seen = fields
-        found = []
-        for step in range(steps):
-            logits = self.logits(self._replay(rows)[:count])
-            found.append(sampler.sample_tokens(logits, points[:, step], heat, limited))
-            token.copy_(found[-1][0])
-            at += 1
-            seen += 1
-            if step + 1 < steps:
-                slot.copy_(pages[first + at // size] * size + at % size)
-        tokens, logprobs = zip(*found, strict=True)
-        return torch.stack(tokens, 1), torch.stack(logprobs, 1)
+        self, samples: Sequence[Sample], steps: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Sample up to ``steps`` tokens of samples that all decode, without waiting for the device
+        in between. Pages for these tokens must be allocated (`Scheduler.reserve`). The samples
+        themselves are not changed. See `plain.SampleAhead`."""
+        kind = self._give(samples)
+        run_body, run_head = self._bodies[kind][0], self._heads[kind]
+        rows = self._buffers.rows(kind[0])
+        looks: list[Callable[[], bool]] = []
+        for step in range(0, steps, LOOK):
+            # The device still has `LOOK` steps to do. If all rows have ended, further steps would
+            # change nothing.
+            if len(looks) > 1 and not looks[-2]():
+                break
+            for _ in range(min(LOOK, steps - step)):
+                run_body()
+                run_head()
+            looks.append(self._look(rows))
+        drawn = rows.drawn[: len(samples)].tolist()
+        tokens, logprobs = (x[: len(samples), :steps].tolist() for x in rows[-2:])
+        return (
+            [own[:count] for own, count in zip(tokens, drawn, strict=True)],
+            [own[:count] for own, count in zip(logprobs, drawn, strict=True)],
+        )
+
+    def _look(self, rows: Rows) -> Callable[[], bool]:
+        """Return a function that waits until the device has done all steps up to now, and returns
+        whether a row had not ended then."""
+        longest = rows.counts.amax().to("cpu", non_blocking=True)
+        is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_done.record()
+
+        def look() -> bool:
+            is_done.synchronize()
+            return bool(longest)
+
+        return look
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self._wide_head is None:
+            return self._model.logits(hidden)
+        return linear(hidden.float(), self._wide_head)
 
     def update(self) -> None:
-        """Do nothing: this backend caches nothing of the weights."""
+        if self._wide_head is not None:
+            self._wide_head.copy_(self._head_weight)
 
-    def _give(self, samples: Sequence[Sample]) -> int:
-        """Write the inputs of the next replay, and record its graph if there is none yet. Return
-        the graph's number of rows, including padding."""
+    @property
+    def _head_weight(self) -> Tensor:
+        model = self._model
+        return (model.embed if model.head is None else model.head).weight.detach()
+
+    def _give(self, samples: Sequence[Sample]) -> tuple[int, bool]:
+        """Write the state of the rows, and record the graphs of their kind if there are none yet.
+        Return the kind: the number of rows, including padding, and whether some share pages."""
         rows = padded(len(samples))
-        given = torch.from_numpy(inputs(samples, rows, self._cache.size))
-        if rows not in self._recorded:  # recording overwrites the inputs
-            self._recorded[rows] = self._record(rows)
-        self._inputs[: len(given)].copy_(given)
-        return rows
+        integers, floats, shares = decoding.state_of(samples, rows, self._cache.size)
+        kind = rows, shares
+        if kind not in self._bodies:  # recording overwrites the state
+            self._record(kind)
+        self._buffers.write(integers, floats)
+        return kind
 
-    def _replay(self, rows: int) -> Tensor:
-        """Replay the graph for this number of rows; return hidden states [rows, d], valid until the
-        next call."""
-        graph, hidden = self._recorded[rows]
-        graph.replay()
-        return hidden
+    def _record(self, kind: tuple[int, bool]) -> None:
+        """Record a decoding step of this kind. All rows are empty meanwhile, so that no page is
+        read or written."""
+        rows = self._buffers.rows(kind[0])
+        for field, empty in zip(rows, decoding.EMPTY, strict=False):
+            field.fill_(empty)
+        rows.items.zero_()
+        rows.heat.fill_(1)
+        run_body, hidden = self._graph(lambda: self._run(rows, shares=kind[1]))
+        self._bodies[kind] = run_body, hidden
+        self._heads[kind], _ = self._graph(lambda: self._draw(hidden, rows))
 
-    def _record(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Record a decoding step of this number of rows; return the graph and the tensor that it
-        writes hidden states to. All rows are empty meanwhile, so that no page is read or
-        written."""
-        fields = self._inputs[: FIELDS * rows].view(FIELDS, rows)
-        fields.copy_(torch.tensor(EMPTY, device=fields.device)[:, None])
-        tokens, positions, slots, firsts, counts = fields
-        table = self._inputs[FIELDS * rows :], firsts, counts
-        attend = decoding(self._cache, slots, table)
+    def _graph(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Record a function; return a function that replays it, and the tensor that it writes."""
         current = torch.cuda.current_stream()
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(current)
         with torch.cuda.stream(aside):  # compile kernels and allocate memory before recording
-            self._model(tokens, positions, attend)
+            run()
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._model(tokens, positions, attend)
+            out = run()
         self._pool = graph.pool()
-        return graph, hidden
+        return graph.replay, out
+
+    def _run(self, rows: Rows, *, shares: bool) -> Tensor:
+        """Run the model on the rows' tokens; return their hidden states [S, d]."""
+        from burnish.engine.native.cuda_kernels import PageTable
+
+        items = rows.items[: max(1, len(rows.items) // 2)] if shares else None
+        table = PageTable(rows.pages, rows.firsts, rows.counts, rows.owns, items)
+        attend = attention(self._cache, rows.slots, table)
+        hidden: Tensor = self._model(rows.tokens, rows.positions, attend)
+        return hidden
+
+    def _draw(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Draw a token for each row and advance the rows; return their logits [S, V]."""
+        from burnish.engine.native import sampling_kernels
+
+        logits = self.logits(hidden)
+        sampling_kernels.draw(logits, rows, self._cache.size)
+        return logits
 
 
 class PagedAttention:
@@ -127,11 +187,14 @@ class PagedAttention:
     pages; decoding rows, which come first, use a Triton kernel, and prompts use `RunAttention`."""
 
     def __init__(self, cache: Cache, runs: Sequence[TokenRun]) -> None:
+        from burnish.engine.native.cuda_kernels import PageTable
+
         first = [run for run in runs if run.count == 1]
         pages = list(chain.from_iterable(run.sequence.pages for run in first))
         places = np.cumsum([0, *(len(run.sequence.pages) for run in first)])[:-1]
-        table = [cache.tensor(x) for x in (pages, places, [run.end for run in first])]
-        self._decode = decoding(cache, cache.tensor(slots_of(runs, cache.size)), table)
+        ends = [run.end for run in first]
+        table = PageTable(*map(cache.tensor, (pages, places, ends, [0] * len(first))))
+        self._decode = attention(cache, cache.tensor(slots_of(runs, cache.size)), table)
         self._rows, self._rest = len(first), RunAttention(cache, runs[len(first) :])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -141,10 +204,9 @@ class PagedAttention:
         return out
 
 
-def decoding(cache: Cache, slots: Tensor, table: Sequence[Tensor]) -> Attend:
+def attention(cache: Cache, slots: Tensor, table: PageTable) -> Attend:
     """Return an attention function that writes k and v [N, Hkv, D] to their slots [N], and computes
-    the attention of decoding rows q [S, Hq, D] to their pages. ``table``: see
-    `cuda_kernels.attend`."""
+    the attention of decoding rows q [S, Hq, D] to their pages."""
     from burnish.engine.native import cuda_kernels
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -155,28 +217,7 @@ def decoding(cache: Cache, slots: Tensor, table: Sequence[Tensor]) -> Attend:
     return attend
 
 
-EMPTY = (0, 0, -1, 0, 0)
-"""Fields of a padding row, which attends to nothing and writes nothing."""
-
-
 def padded(rows: int) -> int:
     """Round a number of rows up to 8, 16, 32, 64 or a multiple of 128, so that there are few graphs
     and little padding."""
     return -(-rows // 128) * 128 if rows > 64 else max(8, 1 << (rows - 1).bit_length())
-
-
-def inputs(samples: Sequence[Sample], rows: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return a graph's inputs as one flat array: the fields [FIELDS, rows], with empty rows after
-    the samples, and then the pages of all samples."""
-    pages = np.fromiter(chain.from_iterable(s.pages for s in samples), np.int64)
-    at = np.array([s.computed for s in samples])
-    first = np.cumsum([0, *(len(s.pages) for s in samples)])[:-1]
-    fields = np.tile(np.array(EMPTY)[:, None], rows)
-    fields[:, : len(samples)] = (
-        [s.tokens[s.computed] for s in samples],
-        at,
-        pages[first + at // size] * size + at % size,
-        first,
-        at + 1,
-    )
-    return np.concatenate((fields.ravel(), pages))

@@ -1,39 +1,89 @@
 """Triton kernels for decoding, which write to pages and attend to them in place.
 
-One program per row and key head iterates over the row's pages with a running maximum and sum, so
-that a layer needs one launch for rows of any lengths.
+One program per row, key head and part of the row's tokens iterates over pages with a running
+maximum and sum. Another kernel attends to the pages that several rows share, once for all of them.
+A third one merges the parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 64
-"""Number of keys that a program reads at a time."""
+from burnish.engine.native.decoding import GROUP
+
+TILES = {64: (32, 1, 2), 128: (64, 2, 2)}
+"""Number of keys that a program reads at a time, warps of a program, and stages of its loads, for
+heads up to these widths. More stages keep more loads in flight, but fewer programs fit."""
 LEAST = 16
 """Minimum number of rows and columns of a Triton matrix product."""
+PROGRAMS = 264
+"""Number of programs that a launch should have: two for each multiprocessor of a large GPU."""
+PARTS = 16
+"""Maximum number of parts of a row's tokens."""
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], size: int) -> Tensor:
+class PageTable(NamedTuple):
+    """The pages of decoding rows; S rows."""
+
+    pages: Tensor
+    """The concatenated pages of all rows."""
+    firsts: Tensor
+    """[S] index of each row's first page in ``pages``."""
+    counts: Tensor
+    """[S] number of tokens that the row attends to; 0 gives a result of zeros."""
+    owns: Tensor
+    """[S] number of its first tokens that the row shares with the rows of an item."""
+    items: Tensor | None = None
+    """[items, 2 + GROUP] index in ``pages`` of the first shared page, number of shared tokens, and
+    the rows that share them, or −1. None if no rows share pages; then ``owns`` is 0."""
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, size: int) -> Tensor:
     """Compute the attention of decoding rows to their pages: q [S, Hq, D], keys and values [slots,
-    Hkv, D] -> [S, Hq, D].
-
-    ``table``: the concatenated pages of all rows, the index of each row's first page in them [S],
-    and the number of tokens that the row attends to [S]; 0 gives a result of zeros. ``size``:
-    tokens per page.
-    """
+    Hkv, D] -> [S, Hq, D]. ``size``: tokens per page."""
     q = q.contiguous()
     out = q.new_empty(q.shape)
-    (rows, _, width), heads = q.shape, keys.shape[1]
-    repeat = q.shape[1] // heads
-    padded = max(LEAST, triton.next_power_of_2(repeat))
-    sizes = {"HEADS": heads, "REPEAT": repeat, "PADDED": padded, "WIDTH": width, "SIZE": size}
-    _decode[rows, heads](q, keys, values, *table, out, width**-0.5, **sizes, TOKENS=TOKENS)
+    (rows, queries, width), heads = q.shape, keys.shape[1]
+    repeat = queries // heads
+    mates = triton.next_power_of_2(repeat)
+    tokens, warps, stages = TILES.get(max(64, width), TILES[128])
+    shape = {"HEADS": heads, "REPEAT": repeat, "WIDTH": width, "SIZE": size, "TOKENS": tokens}
+    tuned = {"num_warps": warps, "num_stages": stages}
+    parts, shared, items = divided(rows * heads), 0, table.items
+    if items is not None:
+        shared = divided(rows // GROUP * heads)
+    given = *table[:4], width**-0.5
+    padded = max(LEAST, mates)
+    if parts + shared == 1:
+        grid = rows, heads
+        own = {"PADDED": padded, "PARTS": 1, "WHOLE": True}
+        _attend[grid](q, keys, values, out, out, *given, **shape, **own, **tuned)
+        return out
+    mixes = q.new_empty(parts + shared, *q.shape, dtype=torch.float32)
+    sums = mixes.new_empty(*mixes.shape[:3], 2)
+    grid = rows, heads, parts
+    own = {"PADDED": padded, "PARTS": parts, "WHOLE": False}
+    _attend[grid](q, keys, values, mixes, sums, *given, **shape, **own, **tuned)
+    if items is not None:
+        more = mixes[parts:], sums[parts:], table.pages, items, width**-0.5, rows
+        sizes = {"MATES": mates, "GROUP": GROUP, "PADDED": max(LEAST, mates * GROUP)}
+        grid = len(items), heads, shared
+        _attend_shared[grid](q, keys, values, *more, **shape, **sizes, PARTS=shared)
+    sizes = {"PARTS": parts, "ALL": parts + shared, "WIDTH": width}
+    padded = triton.next_power_of_2(parts + shared)
+    _merge[rows, queries](mixes, sums, table.owns, out, rows, **sizes, PADDED=padded, num_warps=1)
     return out
+
+
+def divided(programs: int) -> int:
+    """Return into how many parts tokens are divided so that there are about `PROGRAMS` programs."""
+    wanted = max(1, PROGRAMS // max(1, programs))
+    return min(PARTS, 1 << (wanted.bit_length() - 1))
 
 
 def write_pages(
@@ -61,35 +111,31 @@ def _write(keys, values, slots, new_keys, new_values, WIDTH: tl.constexpr, PADDE
 
 
 @triton.jit
-def _decode(
-    q,
+def _scan(
+    query,
     keys,
     values,
     pages,
-    firsts,
-    counts,
-    out,
+    low,
+    high,
+    head,
     scale,
     HEADS: tl.constexpr,
-    REPEAT: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, count = tl.load(firsts + row), tl.load(counts + row)
-    mates, column, token = tl.arange(0, PADDED), tl.arange(0, WIDTH), tl.arange(0, TOKENS)
-    mine = (row * HEADS + head) * REPEAT * WIDTH + mates[:, None] * WIDTH + column[None, :]
-    real = (mates < REPEAT)[:, None]
-    query = tl.load(q + mine, mask=real, other=0.0)
+    """Attend from query [PADDED, WIDTH] to the tokens low … high − 1 of ``pages``; return the
+    largest score, the sum of the weights, and the weighted sum of the values."""
+    column, token = tl.arange(0, WIDTH), tl.arange(0, TOKENS)
     peak = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     mix = tl.zeros((PADDED, WIDTH), tl.float32)
-    for start in range(0, count, TOKENS):
+    for start in range(low, high, TOKENS):
         at = start + token
-        seen = at < count
-        page = tl.load(pages + first + at // SIZE, mask=seen, other=0)
+        seen = at < high
+        page = tl.load(pages + at // SIZE, mask=seen, other=0)
         slot = (page * SIZE + at % SIZE) * HEADS + head
         where = slot[:, None] * WIDTH + column[None, :]
         k = tl.load(keys + where, mask=seen[:, None], other=0.0)
@@ -102,5 +148,123 @@ def _decode(
         total = total * shrink + tl.sum(weights, 1)
         mix = tl.dot(weights.to(v.dtype), v, mix * shrink[:, None], input_precision="ieee")
         peak = higher
-    share = tl.where(total > 0, 1 / total, 0.0)
-    tl.store(out + mine, mix * share[:, None], mask=real)
+    return peak, total, mix
+
+
+@triton.jit
+def _attend(
+    q,
+    keys,
+    values,
+    out,
+    sums,
+    pages,
+    firsts,
+    counts,
+    owns,
+    scale,
+    HEADS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    first, count, own = tl.load(firsts + row), tl.load(counts + row), tl.load(owns + row)
+    mates, column = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    mine = (row * HEADS + head) * REPEAT + mates
+    real = mates < REPEAT
+    place, wide = mine[:, None] * WIDTH + column[None, :], real[:, None]
+    query = tl.load(q + place, mask=wide, other=0.0)
+    each = tl.cdiv(tl.cdiv(count - own, PARTS), TOKENS) * TOKENS
+    low = own + part * each
+    high = tl.minimum(low + each, count)
+    peak, total, mix = _scan(
+        query, keys, values, pages + first, low, high, head, scale,
+        HEADS, PADDED, WIDTH, SIZE, TOKENS,
+    )  # fmt: skip
+    if WHOLE:
+        share = tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0)
+        tl.store(out + place, mix * share[:, None], mask=wide)
+    else:
+        mine += part * tl.num_programs(0).to(tl.int64) * HEADS * REPEAT
+        tl.store(out + mine[:, None] * WIDTH + column[None, :], mix, mask=wide)
+        tl.store(sums + 2 * mine, peak, mask=real)
+        tl.store(sums + 2 * mine + 1, total, mask=real)
+
+
+@triton.jit
+def _attend_shared(
+    q,
+    keys,
+    values,
+    out,
+    sums,
+    pages,
+    items,
+    scale,
+    rows,
+    HEADS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MATES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    head, part = tl.program_id(1), tl.program_id(2)
+    item = items + tl.program_id(0) * (2 + GROUP)
+    first, count = tl.load(item), tl.load(item + 1)
+    if count > 0:
+        lane, column = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+        member, mate = lane // MATES, lane % MATES
+        row = tl.load(item + 2 + member, mask=member < GROUP, other=-1)
+        real = (row >= 0) & (mate < REPEAT)
+        mine = (row * HEADS + head) * REPEAT + mate
+        place = mine[:, None] * WIDTH + column[None, :]
+        query = tl.load(q + place, mask=real[:, None], other=0.0)
+        each = tl.cdiv(tl.cdiv(count, PARTS), TOKENS) * TOKENS
+        low = part * each
+        high = tl.minimum(low + each, count)
+        peak, total, mix = _scan(
+            query, keys, values, pages + first, low, high, head, scale,
+            HEADS, PADDED, WIDTH, SIZE, TOKENS,
+        )  # fmt: skip
+        mine += part.to(tl.int64) * rows * HEADS * REPEAT
+        tl.store(out + mine[:, None] * WIDTH + column[None, :], mix, mask=real[:, None])
+        tl.store(sums + 2 * mine, peak, mask=real)
+        tl.store(sums + 2 * mine + 1, total, mask=real)
+
+
+@triton.jit
+def _merge(
+    mixes,
+    sums,
+    owns,
+    out,
+    rows,
+    PARTS: tl.constexpr,
+    ALL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    row, queries = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    part, column = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    mine = row * queries + tl.program_id(1)
+    # Only rows that share pages have parts of shared tokens.
+    real = part < tl.where(tl.load(owns + row) > 0, ALL, PARTS)
+    place = part.to(tl.int64) * rows * queries + mine
+    peak = tl.load(sums + 2 * place, mask=real, other=float("-inf"))
+    total = tl.load(sums + 2 * place + 1, mask=real, other=0.0)
+    real = real & (total > 0)
+    share = tl.where(real, tl.exp(peak - tl.max(tl.where(real, peak, float("-inf")), 0)), 0.0)
+    where = place[:, None] * WIDTH + column[None, :]
+    mix = tl.load(mixes + where, mask=real[:, None], other=0.0)
+    whole = tl.sum(share * total, 0)
+    found = tl.sum(share[:, None] * mix, 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(out + mine * WIDTH + column, found)

@@ -15,9 +15,10 @@ from torch import Tensor
 from burnish.engine import protocol
 from burnish.engine.native import sampler
 from burnish.engine.native.cache import Cache, TokenRun
+from burnish.engine.native.decoding import AHEAD, is_drawn_ahead
 from burnish.engine.native.plain import Backend, Plain
 from burnish.engine.native.scheduler import Plan, Scheduler
-from burnish.engine.native.sequence import ANY, GREEDY, RequestGroup, Sequence
+from burnish.engine.native.sequence import RequestGroup, Sequence
 from burnish.engine.protocol import Capabilities, OnTokens, Request
 from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError, ModelError
@@ -26,9 +27,9 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.types import Completion, Finish, Weights
 
-AHEAD = 8
-"""Tokens per row that a GPU samples before the host reads them. A row that ends wastes half of them
-on average."""
+AHEAD_OF_OTHERS = 8
+"""Tokens per row that a GPU samples before the host reads them, while other samples wait. A row
+that ends leaves half of them unused on average."""
 
 
 class NativeEngine:
@@ -137,9 +138,9 @@ class NativeEngine:
             self._cache.copy(list(plan.copies.values()))
         backend, samples, steps = self._backend, list(plan.counts), self._ahead(plan)
         if backend.sample_ahead is not None and steps > 1:
-            tokens, logprobs = backend.sample_ahead(samples, *self._draws(samples, steps))
+            tokens, logprobs = backend.sample_ahead(samples, steps)
             self.scheduler.advance(plan)
-            return samples, tokens.tolist(), logprobs.tolist()
+            return samples, tokens, logprobs
         hidden = backend.hidden([TokenRun(s, s.computed, plan.counts[s]) for s in samples])
         row = {sequence: i for i, sequence in enumerate(samples)}
         ready = self.scheduler.advance(plan)
@@ -147,21 +148,29 @@ class NativeEngine:
             return [], [], []
         logits = backend.logits(hidden[self._cache.tensor([row[s] for s in ready])])
         points, heat, limited = self._draws(ready, 1)
-        tokens, logprobs = sampler.sample_tokens(logits, points[:, 0], heat, limited, backend.weigh)
-        return ready, tokens[:, None].tolist(), logprobs[:, None].tolist()
+        drawn, found = sampler.sample_tokens(logits, points[:, 0], heat, limited, backend.weigh)
+        return ready, drawn[:, None].tolist(), found[:, None].tolist()
 
     def _ahead(self, plan: Plan) -> int:
         """Return the number of tokens that each sample of the plan draws before the next plan.
 
         On a GPU, the host would take longer than the model for single tokens. Therefore several
-        tokens are drawn at once if the plan only decodes, no waiting sample could start, and all
-        tokens are drawn without limits or all greedily. Tokens after an end are discarded.
+        tokens are drawn at once if the plan only decodes, no waiting sample could start, and a GPU
+        can draw within the limits of all samples. There are fewer of them if other samples wait
+        for those that end. Only tokens after a stop string are discarded.
         """
-        if self._backend.sample_ahead is None or not self.scheduler.only_decodes(plan):
+        scheduler = self.scheduler
+        if self._backend.sample_ahead is None or not scheduler.only_decodes(plan):
             return 1
-        steps = min(AHEAD, *(sequence.room for sequence in plan.counts))
-        alike = {sequence.limits for sequence in plan.counts} in ({ANY}, {GREEDY})
-        return steps if alike and steps > 1 and self.scheduler.reserve(plan, steps) else 1
+        if not all(map(is_drawn_ahead, {sequence.limits for sequence in plan.counts})):
+            return 1
+        longest = max(sequence.room for sequence in plan.counts)
+        for steps in (AHEAD, AHEAD_OF_OTHERS):
+            if steps < AHEAD or not scheduler.waiting:
+                steps = min(steps, longest)
+                if steps > 1 and scheduler.reserve(plan, steps):
+                    return steps
+        return 1
 
     def _draws(self, samples: list[Sequence], steps: int) -> tuple[Tensor, Tensor, sampler.Limited]:
         return sampler.draws(samples, steps, self._cache.device)

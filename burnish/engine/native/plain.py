@@ -16,14 +16,15 @@ from torch import Tensor
 from burnish.engine.native import sampler
 from burnish.engine.native.cache import Cache, TokenRun, order, slots_of
 from burnish.engine.native.sequence import Sequence as Sample
-from burnish.model.attention import Attend, causal
+from burnish.model.attention import Attend, causal, packed
 from burnish.model.matmul import attention
 from burnish.model.transformer import Transformer
 
-SampleAhead = Callable[[Sequence[Sample], Tensor, Tensor, sampler.Limited], tuple[Tensor, Tensor]]
-"""Function that samples the next few tokens of each sample. It takes the samples, points in [0, 1)
-[samples, steps] that select the tokens, temperatures [samples], and the rows with limits. It
-returns tokens and log-probabilities, shaped like the points."""
+SampleAhead = Callable[[Sequence[Sample], int], tuple[list[list[int]], list[list[float]]]]
+"""Function that samples the next few tokens of each sample. It takes the samples, whose limits
+`decoding.is_drawn_ahead` allows, and the maximum number of tokens. It returns the tokens of each
+sample, up to an end id or its maximum length, and their log-probabilities; NaN, which is the last
+one, where the model overflowed."""
 
 
 class Backend(Protocol):
@@ -112,10 +113,17 @@ class RunAttention:
         self._fresh: list[tuple[slice, Attend]] = []
         fresh = [run for run in runs if run.is_fresh]
         if fresh:
-            attend = causal([run.count for run in fresh], cache.device, widens=False)
+            attend = self._causal([run.count for run in fresh])
             self._fresh = [(slice(fresh[0].first, fresh[-1].rows.stop), attend)]
         others = [run for run in runs if not run.is_fresh]
         self._others = [(run, cache.tensor(run.sequence.pages)) for run in others]
+
+    def _causal(self, lengths: Sequence[int]) -> Attend:
+        cache = self._cache
+        if cache.device.type == "cuda" and cache.dtype.itemsize == 2:
+            offsets = cache.tensor([0, *lengths]).cumsum(0)
+            return packed(offsets, torch.ones_like(offsets[1:]).bool(), cache.dtype, cache.width)
+        return causal(lengths, cache.device, widens=False)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Compute the attention of the runs and write it to their rows of ``out``.

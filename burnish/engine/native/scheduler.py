@@ -66,9 +66,10 @@ class Scheduler:
         return not some_begin and all(sequence.pending == 1 for sequence in plan.counts)
 
     def reserve(self, plan: Plan, steps: int) -> bool:
-        """Allocate pages for the next ``steps`` tokens of each sequence in the plan, and return
-        True. If too few pages are free, allocate nothing and return False."""
-        ends = {s: self.pages.needed(s.computed + steps) for s in plan.counts}
+        """Allocate pages for the next ``steps`` tokens of each sequence in the plan, but for no
+        more than it has room for, and return True. If too few pages are free, allocate nothing and
+        return False."""
+        ends = {s: self.pages.needed(s.computed + min(steps, s.room)) for s in plan.counts}
         if sum(max(0, end - len(s.pages)) for s, end in ends.items()) > self.pages.free:
             return False
         for sequence, end in ends.items():

@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 
+from burnish.engine.native import engine as engines
 from burnish.engine.native.engine import NativeEngine
 from burnish.engine.native.plain import Plain
 from burnish.engine.protocol import Request
@@ -30,6 +31,12 @@ MIX = [
     tiny.request("greedy", 8, n=2, group=4, temperature=0.0),
     tiny.request("one token", 1, n=2, group=5),
 ]
+
+
+@pytest.fixture(autouse=True)
+def few_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU draws several tokens per step, but not all of these short responses at once."""
+    monkeypatch.setattr(engines, "AHEAD", 8)
 
 
 @cache
