@@ -92,7 +92,10 @@ def main() -> None:
         row, most = {"seconds": seconds}, CONTEXT - len(prompt)
         params = SamplingParams(max_tokens=most, min_tokens=most)
         limits = EpisodeLimits(
-            CONTEXT, given.turns, given.tokens, live=int(given.live * given.rows)
+            CONTEXT,
+            turns=given.turns,
+            turn_tokens=given.tokens,
+            live=int(given.live * given.rows),
         )
         requests = [
             Request(f"{i}", prompt, 1, params, i, episode=Episode(row, 0, START))
