@@ -7,7 +7,8 @@
 
 Both sample the same number of responses with the same number of sampled tokens. They take turns,
 and only their ratio within one run means anything. The tool sleeps; its time is measured from a
-round of single-turn sampling. A model of random weights reads bytes.
+round of single-turn sampling. A model of random weights reads bytes. Rows idle while the last
+episodes wait for their tools: with more --waves, this end of a round counts less.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32, help="sampled tokens of a turn")
     parser.add_argument("--tool", type=float, default=1.0, help="time of a call, in turns")
+    parser.add_argument("--waves", type=int, default=4, help="episodes per live episode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -74,7 +76,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {hardware.processor()}, {torch.get_num_threads()} threads")
     conversation = ConversationFormat(tokenizer, now=TODAY)
     prompt = conversation.open(START)
-    count, sampled = int(given.live * given.rows) * 2, given.turns * given.tokens
+    count, sampled = int(given.live * given.rows) * given.waves, given.turns * given.tokens
 
     def single() -> float:
         engine = NativeEngine(model, tokenizer, settings)
@@ -90,7 +92,10 @@ def main() -> None:
         row, most = {"seconds": seconds}, CONTEXT - len(prompt)
         params = SamplingParams(max_tokens=most, min_tokens=most)
         limits = EpisodeLimits(
-            CONTEXT, given.turns, given.tokens, live=int(given.live * given.rows)
+            CONTEXT,
+            turns=given.turns,
+            turn_tokens=given.tokens,
+            live=int(given.live * given.rows),
         )
         requests = [
             Request(f"{i}", prompt, 1, params, i, episode=Episode(row, 0, START))

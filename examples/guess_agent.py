@@ -7,7 +7,7 @@
 It makes the requests that it would make to a hosted model, and trains as the environment does.
 """
 
-ASK = "Guess my number from 0 to 63."
+ASK = "0 to 63?"
 
 
 async def run(client, row):

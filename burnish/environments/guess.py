@@ -1,5 +1,5 @@
 """The game of the recipe ``guess``: find a number below 64 by guessing; each guess is answered with
-"higher" or "lower". Binary search needs 5.125 guesses on average.
+"higher" or "lower", and with nothing else. Binary search needs 5.125 guesses on average.
 
 Each guess costs 0.1, and the right one earns 1. Grader workers' rule holds here, too: this module
 imports only the standard library.
@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 NUMBERS = 64
-ASK = f"Guess my number from 0 to {NUMBERS - 1}."
+ASK = f"0 to {NUMBERS - 1}?"
+"""The first message, which is short because every game pays for its tokens."""
 COST = 0.1
 """Reward that each guess costs."""
 
@@ -49,14 +50,14 @@ def hint(secret: int, guess: int) -> str:
 
 def random_games(seed: int) -> Iterator[dict[str, Any]]:
     """Yield endless games as conversations to learn from: each guess is drawn at random from the
-    numbers that the hints leave. Such play needs 6.64 guesses on average."""
+    numbers that the hints leave, and has two digits. Such play needs 6.64 guesses on average."""
     draw = random.Random(seed)
     while True:
         secret, low, high = draw.randrange(NUMBERS), 0, NUMBERS - 1
         messages = [{"role": "user", "content": ASK}]
         while True:
             guess = draw.randint(low, high)
-            messages.append({"role": "assistant", "content": str(guess)})
+            messages.append({"role": "assistant", "content": f"{guess:02}"})
             if guess == secret:
                 break
             messages.append({"role": "user", "content": hint(secret, guess)})

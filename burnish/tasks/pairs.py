@@ -26,6 +26,7 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.tasks import PairsTask, PreferencesTask
 from burnish.tasks.rows import (
     MARKS,
+    ROLES,
     DataRow,
     check_prompt,
     check_text,
@@ -303,7 +304,10 @@ def _check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if role == "assistant" and not calls and not content.strip():
         raise DataError(f"{where}: a message of the assistant is empty; leave the row out")
-    check_prompt({"prompt": [{"role": role, "content": content}]}, where)
+    if role in ROLES:
+        check_text(content, where)  # a long conversation pays for each general check
+    else:
+        check_prompt({"prompt": [{"role": role, "content": content}]}, where)
     for call in calls or ():
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         arguments = function.get("arguments", {})

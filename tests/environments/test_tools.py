@@ -180,6 +180,27 @@ def test_a_function_that_cannot_be_interrupted_ends_its_episode():
         ]
 
 
+@pytest.mark.slow
+def test_tools_that_misbehave_at_the_same_time_fail_alone():
+    """They hang, leave processes in other sessions, exhaust memory and print a gigabyte; the
+    episode beside them goes on."""
+    limits = dataclasses.replace(LIMITS, wall_seconds=20.0, cpu_seconds=15.0)
+    hows = {"a": "stubborn", "b": "escape", "c": "grow", "d": "print"}
+    with opened(limits=limits, call_seconds=15.0) as pool:
+        pool.reset([(name, ROW, 0) for name in [*hows, "good"]])
+        texts = {name: call("odd", how=how) for name, how in hows.items()}
+        texts["good"] = call("add", a=1)
+        found = pool.step([(n, {"role": "assistant", "content": t}) for n, t in texts.items()])
+        said = [one.error or one.messages[0]["content"] for one in found]
+        assert said[0] == "step took more than 20 s (wall_seconds)"
+        assert said[1] == "escaped"
+        assert "MemoryError" in said[2] or "of memory (memory_bytes)" in said[2]
+        assert said[3:] == ["printed", "2"]
+        assert step(pool, call("add", a=3), "good").messages[0]["content"] == "4"
+        pool.end([*hows])
+        assert len(processes_of(pool)) == 1
+
+
 def test_the_calls_of_a_message_share_a_limit():
     with opened(call_seconds=0.6, step_seconds=1.0) as pool:
         pool.reset([("a", ROW, 0)])

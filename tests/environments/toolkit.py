@@ -53,7 +53,7 @@ def fail(how: str) -> str:
 def odd(
     how: Literal[
         "hang", "burn", "swallow", "stubborn", "memory", "print", "fork", "child", "long", "object",
-        "lone", "none", "exit", "recursion", "nan",
+        "lone", "none", "exit", "recursion", "nan", "escape", "grow",
     ],
 ) -> object:  # fmt: skip
     """Do something odd."""
@@ -81,6 +81,14 @@ def odd(
     if how == "child":
         subprocess.Popen(["sleep", "60"])
         return "started"
+    if how == "escape":
+        for _ in range(20):
+            subprocess.Popen(["sleep", "60"], start_new_session=True)
+        return "escaped"
+    if how == "grow":
+        kept = []
+        while True:
+            kept.append(bytearray(1 << 20))
     if how == "exit":
         os._exit(3)
     if how == "recursion":

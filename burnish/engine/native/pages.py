@@ -17,10 +17,10 @@ class Pages:
     page whose tokens are all computed may have a name (`RequestGroup.page_names`), by which other
     sequences find it while it has a holder.
 
-    Pages of a sequence that has ended may be kept under a key (`keep`). Without a holder they count
-    as free, and the least recently kept ones are allocated again when no other page is free. Only a
-    sequence with the same key finds them (`take`), so that other sequences share the same pages
-    whatever ran before.
+    Pages of a sequence that has ended may be kept under a key (`keep`); the last one need not be
+    full. Without a holder they count as free, and the least recently kept ones are allocated again
+    when no other page is free. Only a sequence with the same key finds them (`take`), so that other
+    sequences share the same pages whatever ran before.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -32,6 +32,8 @@ class Pages:
         self._names: dict[int, bytes] = {}
         self._kept: OrderedDict[Hashable, list[tuple[bytes, int]]] = OrderedDict()
         """The names and pages that are kept, by key; least recently kept first."""
+        self._lengths: dict[Hashable, int] = {}
+        """Number of tokens in the pages that `keep` was called with, by key."""
         self._keepers = [0] * count
         """Number of keys under which each page is kept."""
         self._idle = 0
@@ -57,7 +59,7 @@ class Pages:
             key, kept = next(iter(self._kept.items()))
             self._let_go(kept.pop()[1])
             if not kept:
-                del self._kept[key]
+                del self._kept[key], self._lengths[key]
         page = self._free.pop()
         self.holders[page] = 1
         return page
@@ -92,15 +94,24 @@ class Pages:
         `share` them to hold them."""
         return [self._named[name] for name in takewhile(self._named.__contains__, names)]
 
-    def keep(self, key: Hashable, names: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Keep pages, which have a holder and these names, under a key, in place of those that are
-        kept under it."""
+    def keep(
+        self, key: Hashable, names: Sequence[bytes], pages: Sequence[int], length: int
+    ) -> None:
+        """Keep pages, which have a holder, these names and ``length`` tokens, under a key, in place
+        of those that are kept under it. If the last page is not full, it is only kept if no other
+        sequence holds or keeps it, because the next turn will write to it."""
         self.drop(key)
+        if length % self.size and (self.holders[pages[-1]] > 1 or self._keepers[pages[-1]]):
+            names, pages, length = names[:-1], pages[:-1], length // self.size * self.size
         if pages:
-            self._kept[key] = list(zip(names, pages, strict=True))
+            self._kept[key], self._lengths[key] = list(zip(names, pages, strict=True)), length
         for page in pages:
             assert self.holders[page] > 0, f"page {page} is free and can't be kept"
             self._keepers[page] += 1
+
+    def kept_length(self, key: Hashable) -> int:
+        """Return the number of tokens in the pages that are kept under a key."""
+        return min(self._lengths.get(key, 0), self.size * len(self._kept.get(key, ())))
 
     def kept(self, key: Hashable, names: Iterable[bytes]) -> list[int]:
         """Return the pages that are kept under a key, up to the first whose name differs from the
@@ -118,6 +129,7 @@ class Pages:
 
     def drop(self, key: Hashable) -> None:
         """Keep no pages under a key any more."""
+        self._lengths.pop(key, None)
         for _, page in self._kept.pop(key, ()):
             self._let_go(page)
 

@@ -94,9 +94,9 @@ class Scheduler:
         (self.waiting if sequence.waits else self.running).remove(sequence)
         is_whole = sequence.finish is not None and sequence.finish is not Finish.ABORT
         if sequence.group.request.continues and is_whole and sequence.update == self.updates:
-            size = self.pages.size
-            names = names_of_pages(sequence.tokens[: sequence.computed], size)
-            self.pages.keep(sequence.key, names, sequence.pages[: len(names)])
+            tokens, size = sequence.tokens[: sequence.computed], self.pages.size
+            names = names_of_pages(tokens, size, partial=True)
+            self.pages.keep(sequence.key, names, sequence.pages[: len(names)], len(tokens))
         self._evict(sequence)
 
     def update(self) -> None:
@@ -124,9 +124,11 @@ class Scheduler:
             slots -= 1
             if not sequence.pages:
                 names = sequence.group.page_names(self.pages.size)
-                kept = self._kept(sequence, names)
-                found = kept or self.pages.find(names)
-                if sequence.group.filler or not coming.isdisjoint(names[len(found) :][:1]):
+                found = self.pages.find(names)
+                kept, computed = self._kept(sequence, len(found) * self.pages.size)
+                found = kept or found
+                full = computed // self.pages.size
+                if sequence.group.filler or not coming.isdisjoint(names[full:][:1]):
                     continue  # its prompt, or a prefix of it, is being computed
             shared = sequence.prefix.pages if sequence.prefix else found
             if not self._fits(sequence, self.pages.held(shared)):
@@ -137,7 +139,7 @@ class Scheduler:
                     self.pages.take(sequence.key, kept)
                 else:
                     self.pages.share(found)
-                sequence.pages, sequence.computed = found, len(found) * self.pages.size
+                sequence.pages, sequence.computed = found, computed
                 coming.update(self._missing(sequence))
             self.waiting.remove(sequence)
             sequence.waits = False
@@ -157,13 +159,20 @@ class Scheduler:
         growth = min(len(self.running), self.pages.count // 16)
         return self.pages.free >= self.pages.needed(len(sequence.tokens)) - shared + growth
 
-    def _kept(self, sequence: Sequence, names: list[bytes]) -> list[int]:
-        """Return the pages that are kept from the episode's last turn; none if other sequences hold
-        as many pages with these names."""
-        if sequence.group.request.begun is None:
-            return []
+    def _kept(self, sequence: Sequence, known: int) -> tuple[list[int], int]:
+        """Return the pages that are kept from the episode's last turn, and the number of tokens in
+        them; no pages and ``known`` if other sequences hold the first ``known`` tokens, and these
+        are as many."""
+        group, size = sequence.group, self.pages.size
+        length = 0 if group.request.begun is None else self.pages.kept_length(sequence.key)
+        if length <= known:
+            return [], known
+        names = group.page_names(size)
+        if length % size and length < group.prompt_length:  # the last page is not full
+            names = names_of_pages(group.given[:length], size, partial=True)
         kept = self.pages.kept(sequence.key, names)
-        return kept if len(kept) > len(self.pages.find(names)) else []
+        length = min(length, len(kept) * size)
+        return (kept, length) if length > known else ([], known)
 
     def _missing(self, sequence: Sequence) -> list[bytes]:
         """Return the names of the full pages of a sequence's prompt that are not computed yet; an

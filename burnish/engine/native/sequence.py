@@ -107,11 +107,13 @@ class RequestGroup:
         return self.names
 
 
-def names_of_pages(tokens: npt.ArrayLike, size: int) -> list[bytes]:
-    """Return the names of the full pages of tokens: hashes of all tokens up to each page's end."""
+def names_of_pages(tokens: npt.ArrayLike, size: int, *, partial: bool = False) -> list[bytes]:
+    """Return the names of the full pages of tokens: hashes of all tokens up to each page's end.
+    With ``partial``, the tokens after the last full page have a name, too."""
     names, name = list[bytes](), b""
     whole = np.asarray(tokens, dtype=np.int64)  # one width, so that equal tokens have equal bytes
-    for start in range(0, len(whole) // size * size, size):
+    end = len(whole) if partial else len(whole) // size * size
+    for start in range(0, end, size):
         page = whole[start : start + size].tobytes()
         names.append(name := blake2b(name + page, digest_size=16).digest())
     return names

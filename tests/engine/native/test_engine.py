@@ -128,7 +128,7 @@ def test_a_turn_computes_what_the_last_one_has_not(
             versions=np.append(last.versions, np.zeros(3, np.int32)),
             sampled=np.append(last.sampled, np.zeros(3, np.bool_)),
         )
-        kept += (20 + len(last.token_ids) - 1) // 4 * 4  # full pages without the last token
+        kept += 20 + len(last.token_ids) - 1  # the last token was sampled, not computed
         params = replace(first.params, max_tokens=24)
         name, given = f"a/{index}", {"n": 1, "begun": begun, "first": index, "params": params}
         requests.append(replace(first, request_id=name, **given))
