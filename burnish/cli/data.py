@@ -75,7 +75,7 @@ def make_small_sums(*, seed: int = 0) -> Files:
     }
 
 
-def make_guess(*, rows: int = 12000, seed: int = 0) -> Files:
+def make_guess(*, rows: int = 16000, seed: int = 0) -> Files:
     """Games of the recipe ``guess``: conversations that guess at random within the hints, for its
     warm start, and the starts of games for the recipe itself. Each number is held out twice."""
     played = random_games(seed)

@@ -132,6 +132,8 @@ def _scratch_shape(model: ScratchConfig, vocab_size: int) -> ModelConfig:
         n_heads=model.heads,
         d_ff=model.d_ff,
         context=model.context,
+        family="qwen3" if model.qk_norm else "llama",
+        init_std=model.init_std,
         fp32_head=model.fp32_head,
     )
 

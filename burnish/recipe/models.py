@@ -49,6 +49,13 @@ class ScratchConfig(Section):
     heads: int = Field(16, ge=1, description="number of attention heads")
     d_ff: int = Field(1344, ge=1, description="dimension of the MLP's hidden layer")
     context: int = Field(256, ge=2, description="maximum tokens of prompt and response together")
+    qk_norm: bool = Field(False, description="whether queries and keys are normalised, as in Qwen3")
+    init_std: float = Field(
+        0.02,
+        gt=0,
+        allow_inf_nan=False,
+        description="standard deviation of the initial weights; small models may need more",
+    )
     fp32_head: bool = Field(False, description="logits in float32, whatever the precision")
 
     @property
