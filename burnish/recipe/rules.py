@@ -93,8 +93,7 @@ def find_contradictions(recipe: Recipe) -> list[str]:
 def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     """Yield the checks that apply to the recipe; each raises a ConfigError if its rule is broken.
 
-    If the model does not suit the task, no check follows the two that concern the task, because
-    other rules would be about the wrong model.
+    If the model does not suit the task, only rules that do not depend on the model are checked.
     """
     advantage, engine = recipe.objective.advantage, recipe.engine
     task, model, device = recipe.task, recipe.model, recipe.device
@@ -106,6 +105,7 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         if not isinstance(task, EnvironmentTask | AgentsTask):
             yield partial(check_sampled_metric, recipe.validation)
         yield partial(check_patience, recipe.validation, train.steps)
+        yield partial(check_buffer_rules, loop, recipe.buffer)
     if isinstance(task, SortTask) == model.is_language:
         return
     if isinstance(task, AgentsTask) and isinstance(advantage, Vine | Remax):
@@ -122,18 +122,18 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         yield partial(check_batch_rules, None, 1, train.batch, ranks)
         return
     yield partial(check_batch_rules, rollout.batch, rollout.group_size, train.batch, ranks)
-    yield partial(check_group_rules, rollout.group_size, train.batch, advantage)
-    yield partial(check_turn_credit, advantage, task)
     group_size, tasks = rollout.group_size, recipe.tasks
+    # With wrong sizes, those that the remedies suggest count, so that all remedies fit together.
+    fitting = fitting_batches(rollout.batch, group_size, train.batch, ranks)
+    train_batch = fitting[0].get("train.batch", train.batch) if fitting else train.batch
+    largest = max(sizes.get("rollout.batch", rollout.batch) for sizes in fitting or [{}])
+    yield partial(check_group_rules, group_size, train_batch, advantage)
+    yield partial(check_turn_credit, advantage, task)
     yield partial(check_selection_rules, selection, recipe.objective, length, group_size, tasks)
     yield partial(check_advantage_rules, advantage, model, rollout, selection, length, loop)
     yield partial(check_kl_rules, recipe.objective.kl.name, recipe.objective.kl.where)
     if not isinstance(advantage, Remax | Vine):  # their own rule replaces the free loop
         yield partial(check_loop_rules, loop, runtime)
-    yield partial(check_buffer_rules, loop, recipe.buffer)
-    fitting = fitting_batches(rollout.batch, group_size, train.batch, ranks)
-    # With a wrong batch the largest rollout that its remedies suggest counts.
-    largest = max(sizes.get("rollout.batch", rollout.batch) for sizes in fitting or [{}])
     groups = largest // group_size
     if not isinstance(advantage, Remax | Vine):
         yield partial(check_window_rules, loop, groups)

@@ -95,7 +95,7 @@ def test_where_functions_are_found():
     here = functools.partial(module_level)
     for kept in (lambda r, row: 1, here, Holder.static, Holder().method, math.hypot):
         assert find_source(kept) is None
-    with pytest.raises(DataError, match="or one of inclusion, use, none, got 'keyword'"):
+    with pytest.raises(DataError, match=r"or one of inclusion, .*none, got 'keyword'"):
         find_source("keyword")
 
 

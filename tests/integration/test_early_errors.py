@@ -65,7 +65,7 @@ REFUSED = [
     (["train", "keywords", "--data", "none.jsonl"], "can't be read: no such file"),
     (["train", "keywords", "--data", "bad.jsonl"], "bad.jsonl, line 21: not JSON"),
     (["sft", "--data", "bad.jsonl"], "bad.jsonl, line 21: not JSON"),
-    ([*OWN, "keyword"], "FILE.py:NAME or one of inclusion, use, none, got 'keyword'"),
+    ([*OWN, "keyword"], "number, citations, none, got 'keyword'"),
     ([*OWN, "none.py:right"], "there is no file"),
     ([*OWN, "broken.py:right"], "broken.py:right: the file can't be loaded: "),
     ([*OWN, "reward.py:wrong"], "reward.py has ['right', 'wrong_type'], no function"),

@@ -89,9 +89,9 @@ def test_the_loss_is_the_cross_entropy_of_the_answers(dtype, micro):
 
 def test_the_end_token_is_learned_and_what_looks_like_it_in_a_prompt_is_not():
     (group,) = make([{"prompt": "say <|end|>", "answer": "no <|end|> yet"}]).rows
-    assert group.prompt.token_ids.tolist().count(small.END) == 1
+    assert small.END not in group.prompt.token_ids  # texts of rows have no control tokens
     answer = group.completions[0]
-    assert answer.token_ids.tolist().count(small.END) == 2
+    assert answer.token_ids.tolist().count(small.END) == 1
     assert answer.token_ids[-1] == small.END
     learn = supervised.make_learn_batch(make_learner(torch.float32), [group])
     assert learn.batch.is_action.sum() == len(answer.token_ids)

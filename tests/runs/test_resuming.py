@@ -72,7 +72,7 @@ def test_the_metric_may_change_until_there_is_a_checkpoint(tmp_path):
 
 def test_a_metric_that_the_run_turns_out_not_to_have_is_replaced_by_resuming(tmp_path):
     sets = [*FEW, "validation.metric=validation/part_nope"]
-    with pytest.raises(ConfigError, match=r"part_nope' is not a metric .*NAME of `burnish resume`"):
+    with pytest.raises(RunError, match=r"part_nope' is not a metric .*NAME of `burnish resume`"):
         burnish.train("sort", overrides=sets, out=tmp_path / "run", show=False)
     known = ["validation.metric=validation/length"]
     run = burnish.resume(tmp_path / "run", overrides=known, show=False)

@@ -62,7 +62,7 @@ function drawing(height, draw) {
   return svg;
 }
 /* Labels of ticks that lie closer together than three digits tell get as many digits as they need. */
-function labels(marks) {
+function tickLabels(marks) {
   const short = marks.map(number);
   if (new Set(short).size === marks.length) return short;
   const gap = (marks.at(-1) - marks[0]) / (marks.length - 1);
@@ -71,7 +71,7 @@ function labels(marks) {
   return marks.map(v => v.toFixed(digits));
 }
 function axes(svg, width, height, [x0, x1], [y0, y1], label) {
-  const marks = ticks(y0, y1, height / 45), texts = labels(marks), left = Math.max(...texts.map(text => text.length)) * 6.2 + 10;
+  const marks = ticks(y0, y1, height / 45), texts = tickLabels(marks), left = Math.max(...texts.map(text => text.length)) * 6.2 + 10;
   const X = v => left + (v - x0) / (x1 - x0 || 1) * (width - left - 10), Y = v => height - 32 - (v - y0) / (y1 - y0) * (height - 42);
   marks.forEach((v, i) => svg.append(h("line", { x1: left, x2: width - 10, y1: Y(v), y2: Y(v), stroke: "var(--line)" }), h("text", { x: left - 6, y: Y(v) + 4, "text-anchor": "end" }, texts[i])));
   const along = x1 > x0 ? ticks(x0, x1, Math.max(3, width / 75)) : [x0];

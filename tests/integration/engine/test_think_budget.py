@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-import torch
 
 from burnish.engine.native.cache import TokenRun
 from burnish.engine.native.plain import Plain
-from burnish.engine.native.sampler import sample_tokens
+from burnish.engine.native.sampler import draws, sample_tokens
 from burnish.engine.native.sequence import RequestGroup, Sequence
 from burnish.engine.protocol import Request
 from burnish.errors import EngineError
@@ -118,21 +117,24 @@ def test_sampling_ahead_stops_at_the_budget() -> None:
     plain = engine._backend = Plain(engine._model, engine._cache)
     asked: list[int] = []
 
-    def ahead(samples: Any, points: torch.Tensor, heat: torch.Tensor, limited: Any) -> Any:
-        found = []
-        for step in range(points.shape[1]):
-            hidden = plain.hidden([TokenRun(s, s.computed + step, 1) for s in samples])
-            found.append(sample_tokens(plain.logits(hidden), points[:, step], heat, limited))
-            for s, token in zip(samples, found[-1][0].tolist(), strict=True):
-                s.tokens.append(token)
-        for s in samples:
-            assert s.group.budget is None or not len(s.logprobs) < s.group.budget < len(
-                s.logprobs
-            ) + len(found)
-            del s.tokens[-len(found) :]
-        asked.append(len(found))
-        tokens, logprobs = zip(*found, strict=True)
-        return torch.stack(tokens, 1), torch.stack(logprobs, 1)
+    def ahead(samples: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
+        asked.append(steps)
+        found = [ahead_of(sample, min(steps, sample.room)) for sample in samples]
+        return [tokens for tokens, _ in found], [logprobs for _, logprobs in found]
+
+    def ahead_of(sample: Sequence, steps: int) -> tuple[list[int], list[float]]:
+        points, heat, limited = draws([sample], steps, "cpu")
+        tokens, logprobs = list[int](), list[float]()
+        for step in range(steps):
+            hidden = plain.hidden([TokenRun(sample, sample.computed + step, 1)])
+            drawn, found = sample_tokens(plain.logits(hidden), points[:, step], heat, limited)
+            sample.tokens.append(int(drawn))
+            tokens.append(int(drawn))
+            logprobs.append(float(found))
+        budget, count = sample.group.budget, len(sample.logprobs)
+        assert budget is None or not count < budget < count + steps
+        del sample.tokens[-steps:]
+        return tokens, logprobs
 
     plain.sample_ahead = ahead
     for one in MIX[:2]:
