@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from burnish.errors import ConfigError
+from burnish.errors import ConfigError, RunError
 from burnish.launch.resolve import Resolved, resolve
 from burnish.machine import hardware
 from burnish.recipe.load import flatten, recipe_to_toml, with_steps
@@ -195,7 +195,7 @@ def follow(recipe: Recipe, count: int | None) -> None:
 
 def join(resolved: Resolved) -> Channel:
     """Create the process group of all ranks and start this rank's heartbeat; return the channel
-    from rank 0 to the others. Raise a ConfigError if the ranks have different recipes."""
+    from rank 0 to the others. Raise a RunError if the ranks have different recipes."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -221,7 +221,7 @@ def join(resolved: Resolved) -> Channel:
     if others := [number for number in range(count) if recipes[number] != recipes[0]]:
         first, other = (tomllib.loads(recipes[number]) for number in (0, others[0]))
         heartbeat.end()
-        raise ConfigError(
+        raise RunError(
             f"the recipes of ranks 0 and {others[0]} differ "
             f"({differences(flatten(first), flatten(other))}); "
             "start all ranks with one command line"

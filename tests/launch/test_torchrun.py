@@ -168,7 +168,8 @@ def test_ranks_with_different_recipes_are_refused(tmp_path):
         "all ranks with one command line"
     )
     # Rank 0 has made the run's directory, from which both can start with one command line.
-    assert told == [f"{expected}\ncontinue with: burnish resume run", expected]
+    lead = "correct the cause first, or the error returns; then continue with"
+    assert told == [f"{expected}\n{lead}: burnish resume run", expected]
 
 
 def test_a_mesh_of_another_size_than_the_ranks_is_refused(tmp_path):
