@@ -2,9 +2,10 @@
 
     burnish data guess
     burnish sft guess-sft
-    burnish train guess --agent examples/guess_agent.py:run
+    burnish train guess --agent examples/guess_agent.py:run --set objective.advantage=group_mean
 
-It makes the requests that it would make to a hosted model, and trains as the environment does.
+It makes the requests that it would make to a hosted model, and trains as the environment does with
+the same advantage: the rewards of an agent belong to its whole episode, not to turns.
 """
 
 ASK = "0 to 63?"

@@ -1,6 +1,6 @@
 """An agent with several conversations per episode: a planner, and two solvers at the same time.
 
-    burnish train guess --agent examples/planner_agent.py:run
+    burnish train guess --agent examples/planner_agent.py:run --set objective.advantage=group_mean
 
 The planner hears whether the number is in the upper half; the solver only reads the planner's text.
 """
