@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -78,11 +79,11 @@ def make_small_sums(*, seed: int = 0) -> Files:
 def make_guess(*, rows: int = 16000, seed: int = 0) -> Files:
     """Games of the recipe ``guess``: conversations that guess at random within the hints, for its
     warm start, and the starts of games for the recipe itself. Each number is held out twice."""
-    played = random_games(seed)
+    played, draw = random_games(seed), random.Random(f"secrets {seed}")
     return {
         "validation": list(islice(played, 256)),
         "train": list(islice(played, rows)),
-        "games": [{"game": number} for number in range(GAMES)],
+        "games": [{"secret": draw.randrange(NUMBERS), "game": n} for n in range(1, GAMES + 1)],
         "held_out": [
             {"secret": number % NUMBERS, "game": -number} for number in range(2 * NUMBERS)
         ],

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+from burnish.cli.data import make_guess
 from burnish.environments.guess import ASK, COST, NUMBERS, Guess, random_games
 from burnish.environments.protocol import read_observation
 
@@ -52,3 +53,11 @@ def test_random_games_are_consistent_with_the_hints():
         assert low <= guesses[-1] <= high
         total += len(guesses)
     assert 6.5 < total / len(games) < 6.78
+
+
+def test_the_written_rows_name_the_number_so_that_agents_can_play_them():
+    files = make_guess(rows=1)
+    secrets = [row["secret"] for row in files["games"]]
+    assert set(secrets) == set(range(NUMBERS))
+    assert {row["secret"] for row in files["held_out"]} == set(range(NUMBERS))
+    assert not [row for row in files["games"] if row in files["held_out"]]
