@@ -254,12 +254,15 @@ def test_a_killed_episode_is_replayed_with_its_calls():
 
 @needs_sandbox
 def test_programs_of_two_episodes_share_nothing():
-    code = "import os; print(os.listdir(), os.listdir('/tmp')); open('/tmp/x', 'w'); open('y', 'w')"
+    code = (
+        "import os; print(os.listdir(), os.path.exists('/tmp/x')); "
+        "open('/tmp/x', 'w'); open('y', 'w')"
+    )
     with opened(sources=(PythonSource(),), call_seconds=10.0) as pool:
         pool.reset([("a", ROW, 0), ("b", ROW, 0)])
         for name in "aba":
             found = step(pool, call("python", code=code), name)
-            assert found.messages[0]["content"] == "['main.py'] []\n"
+            assert found.messages[0]["content"] == "['main.py'] False\n"
         secret = call("python", code="import gc; print(open('/proc/1/environ').read())")
         assert "FileNotFoundError" in step(pool, secret).messages[0]["content"]
 
