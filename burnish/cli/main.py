@@ -292,7 +292,6 @@ def resume_command(
     quiet: Quiet = False,
 ) -> None:
     """Continue a run from its last checkpoint, bit for bit."""
-    directory.read_recipe(run)  # raises if there is no run
     recipe = resuming.resumed_recipe(run, overrides or ())
     if torchrun.is_follower(recipe.runtime, recipe.mesh, sys.argv[1:]):
         return torchrun.obey(recipe)

@@ -25,7 +25,7 @@ from burnish.recipe.objective.piece import name_of
 from burnish.recipe.recipe import Recipe
 from burnish.recipe.tasks import WeightedReward
 from burnish.runs.checkpoints import latest
-from burnish.runs.directory import ENVIRONMENT, STARTED, load_json
+from burnish.runs.directory import ENVIRONMENT, STARTED, load_json, read_recipe
 
 FREE = (
     *("train.steps", "validation.every", "checkpoint", "log", "name", "description"),
@@ -84,13 +84,15 @@ def _function_arguments(path: Path) -> list[str]:
 def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
     """Return the recipe of the run in the directory ``path`` with ``overrides`` applied.
 
-    Raise a ``ConfigError`` if an override sets a setting that is not in ``FREE``, or lowers
-    train.steps. A higher train.steps does not stretch the decay of the learning rate: the rate
-    still reaches its lowest value after the gradient step that was planned before, and stays there.
+    Raise a ``RunError`` if there is no run, and a ``ConfigError`` if an override sets a setting
+    that is not in ``FREE``, or lowers train.steps. A higher train.steps does not stretch the decay
+    of the learning rate: the rate still reaches its lowest value after the gradient step that was
+    planned before, and stays there.
     If that value is 0 for all steps that a higher train.steps adds, a ``ConfigError`` is raised.
     Functions from a script may take the place of their names in the objective. The validation
     metric may change as long as the run has no checkpoint, whose score is a value of the metric.
     """
+    read_recipe(path)  # raises if there is no run
     file, changes = str(path / "recipe.toml"), parse_overrides(overrides)
     before = load_recipe(file)
     free = FREE if latest(path) else (*FREE, "validation.metric", "validation.goal")

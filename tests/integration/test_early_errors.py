@@ -80,6 +80,7 @@ REFUSED = [
     ([*OWN, "missing.py:score"], "No module named 'nothing_of_that_name' (line 1); install the"),
     (["resume", "nowhere"], "nowhere is not a run directory"),
     (["resume", "words"], "words is not a run directory"),
+    (["export", "nowhere", "model"], "nowhere is not a run directory"),
 ]
 
 
