@@ -71,6 +71,8 @@ def resolve(
         raise_problems(find_problems(recipe, out if is_new else None))
     tell("load", "loading torch")
     hardware.set_up_torch(threads or hardware.cores())
+    import torch
+
     from burnish.launch import memory
     from burnish.launch.models import find_device, with_own_precision
 
@@ -78,6 +80,8 @@ def resolve(
     recipe = with_own_precision(recipe)
     train, engine = recipe.train, recipe.engine
     device = find_device(recipe.device) if recipe.model.is_language else "cpu"
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # for what is not told the device, such as Triton's kernels
     _warn_of_slow_precision({engine.precision, train.precision}, device)
     model, frozen = _find_models(recipe.model, recipe.frozen_models, recipe.seed, fetch=True)
     if model is None:

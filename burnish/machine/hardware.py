@@ -11,11 +11,13 @@ import platform
 import resource
 import shutil
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from burnish.types import Rates
 
 SYSTEM = Path("/")
@@ -63,6 +65,14 @@ def set_up_torch(threads: int) -> None:
     # By default torch then also fills new memory with NaN to reveal reads of uninitialised memory.
     # There are none (a test compares), and filling takes 5% or more of a gradient step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which this GPU is the thread's current one; on a CPU it does nothing.
+    Triton's kernels, streams and CUDA graphs use the current GPU, wherever their tensors are."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def gpu() -> str | None:

@@ -187,7 +187,7 @@ def _attend(
         HEADS, PADDED, WIDTH, SIZE, TOKENS,
     )  # fmt: skip
     if WHOLE:
-        share = tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0)
+        share = tl.where(total != 0, 1 / tl.where(total != 0, total, 1.0), 0.0)
         tl.store(out + place, mix * share[:, None], mask=wide)
     else:
         mine += part * tl.num_programs(0).to(tl.int64) * HEADS * REPEAT
@@ -261,10 +261,10 @@ def _merge(
     place = part.to(tl.int64) * rows * queries + mine
     peak = tl.load(sums + 2 * place, mask=real, other=float("-inf"))
     total = tl.load(sums + 2 * place + 1, mask=real, other=0.0)
-    real = real & (total > 0)
+    real = real & (total != 0)  # a part without tokens has 0; NaN must reach the result
     share = tl.where(real, tl.exp(peak - tl.max(tl.where(real, peak, float("-inf")), 0)), 0.0)
     where = place[:, None] * WIDTH + column[None, :]
     mix = tl.load(mixes + where, mask=real[:, None], other=0.0)
     whole = tl.sum(share * total, 0)
-    found = tl.sum(share[:, None] * mix, 0) / tl.where(whole > 0, whole, 1.0)
+    found = tl.sum(share[:, None] * mix, 0) / tl.where(whole != 0, whole, 1.0)
     tl.store(out + mine * WIDTH + column, found)

@@ -22,6 +22,7 @@ from burnish.engine.native.sequence import RequestGroup, Sequence
 from burnish.engine.protocol import Capabilities, OnTokens, Request
 from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError, ModelError
+from burnish.machine import hardware
 from burnish.model.checkpoint import load_hf_state
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
@@ -90,7 +91,9 @@ class NativeEngine:
         done, self._undelivered = self._undelivered, []
         plan = self.scheduler.plan()
         if plan.counts:
-            for sequence, tokens, logprobs in zip(*self._run(plan), strict=True):
+            with hardware.on_device(self._cache.device):
+                results = self._run(plan)
+            for sequence, tokens, logprobs in zip(*results, strict=True):
                 self._extend(sequence, tokens, logprobs)
                 if sequence.finish is not None:
                     done.append(self._complete(sequence, sequence.finish))

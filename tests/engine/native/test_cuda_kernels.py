@@ -106,6 +106,24 @@ def test_shared_pages_are_read_once(
     assert_gathered(got, q, pools, pages, counts, atol)
 
 
+@pytest.mark.parametrize("programs", [1, 64])
+def test_nan_in_the_cache_reaches_the_result(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine notices overflows by NaN; a finite result without these tokens would hide them."""
+    monkeypatch.setattr(cuda_kernels, "PROGRAMS", programs)
+    torch.manual_seed(0)
+    q, pools = torch.randn(2, 4, 32), torch.randn(2, PAGES * SIZE, 4, 32)
+    pools[:, 100] = float("nan")  # page 6
+    pages = [torch.arange(0, 12), torch.arange(12, 24)]
+    first, counts = torch.tensor([0, 12]), torch.tensor([190, 190])
+    table = PageTable(torch.cat(pages), first, counts, torch.zeros(2).long())
+    given = q.to(DEVICE), *pools.to(DEVICE), PageTable(*(x.to(DEVICE) for x in table[:4]))
+    got = cuda_kernels.attend(*given, SIZE)
+    assert got[0].isnan().all()
+    assert got[1].isfinite().all()
+
+
 def test_an_ended_row_of_a_group_sees_nothing() -> None:
     torch.manual_seed(0)
     q, pools = torch.randn(2, 4, 16), torch.randn(2, PAGES * SIZE, 2, 16)
