@@ -122,6 +122,7 @@ def test_transformers_loads_a_model_whose_tokens_are_bytes(runs, tmp_path):
     assert tokenizer.eos_token_id == 256
 
 
+@pytest.mark.slow
 def test_a_run_that_is_loaded_is_told_by_its_name(runs, capsys):
     """Not by the model that it started from."""
     for run in runs.values():

@@ -51,6 +51,7 @@ def drawn(order: Any, versions: list[int]) -> Counter[int]:
     return found
 
 
+@pytest.mark.slow
 def test_uniform_draws_all_alike() -> None:
     found = drawn("uniform", [0, 1, 3])
     assert [found[k] / 4000 for k in range(3)] == pytest.approx([1 / 3] * 3, abs=0.03)

@@ -130,6 +130,7 @@ JUDGED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_judge_grades_episodes_by_their_rubrics(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"what is {n}?"} for n in range(8)]
