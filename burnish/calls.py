@@ -310,18 +310,21 @@ def _explain_plain(tools: Sequence[Mapping[str, Any]]) -> str:
     lines = ["To call a tool, write a line: call NAME {ARGUMENTS}"]
     for tool in tools:
         function = tool.get("function", tool)
-        fields = function.get("parameters", {}).get("properties", {})
+        fields = function.get("parameters", {}).get("properties")
+        fields = fields if isinstance(fields, Mapping) else {}
         shown = ", ".join(f'"{name}": {_kind(field)}' for name, field in fields.items())
         about = function.get("description", "").partition("\n")[0]
         lines.append(f"{function['name']} {{{shown}}} {about}".rstrip())
     return "\n".join(lines)
 
 
-def _kind(field: Mapping[str, Any]) -> str:
-    if "enum" in field:
-        return "|".join(map(_json, field["enum"]))
-    kind = field.get("type", "any")
-    return kind if isinstance(kind, str) else "|".join(kind)
+def _kind(field: Any) -> str:
+    """Return the type of an argument by its JSON schema, which may have any form."""
+    schema = field if isinstance(field, Mapping) else {}
+    if isinstance(schema.get("enum"), list):
+        return "|".join(map(_json, schema["enum"]))
+    kind = schema.get("type")
+    return "|".join(map(str, kind)) if isinstance(kind, list) else str(kind or "any")
 
 
 CALL_FORMATS: Mapping[CallFormatName, CallFormat] = {

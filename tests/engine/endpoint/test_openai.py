@@ -327,6 +327,49 @@ def test_sampled_calls_that_cannot_be_sent_are_text(scripted, arguments):
     assert (own["content"], own["calls"]) == (engine.text, {})
 
 
+TEMPLATES = [
+    ("{{ raise_exception('only users may speak') }}", "rejected these messages: only users may"),
+    ("{{ messages[0].nothing.more }}", "rejected these messages: 'dict object' has no attribute"),
+    ("{{ messages[0].nothing | tojson }}", "can't write these messages: TypeError: Object of type"),
+    ("{{ 1 / 0 }}", "can't write these messages: ZeroDivisionError: division by zero"),
+    ("{{ messages[0].content + 1 }}", "can't write these messages: TypeError: can only conc"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "can't write these messages: Recursion"),
+    ("{% for %}", "rejected these messages: Expected an expression, got 'end of"),
+    ("{{ messages[0].__class__.__mro__[1] }}", "rejected these messages: access to attribute"),
+]
+
+
+@pytest.mark.parametrize(("template", "said"), TEMPLATES)
+def test_a_template_that_fails_is_explained(template, said):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    with serving(Script(tokenizer), tokenizer) as served:
+        for body in ({}, {"tools": [ADD]}, {"messages": [USER, call]}):
+            for ask_one in (ask, stream):
+                with pytest.raises(openai.BadRequestError) as raised:
+                    ask_one(served, **body)
+                assert f"the chat template {said}" in raised.value.body["message"]
+        assert served.ask(TEXT)[0] == 200
+
+
+ODD_SCHEMAS = [
+    {"properties": {"a": True}},
+    {"properties": {"a": {"type": ["string", 5]}}},
+    {"properties": {"a": {"enum": 3}}},
+    {"properties": {"a": {"type": {"x": 1}}}},
+    {"properties": ["a"]},
+    {"properties": None},
+]
+
+
+@pytest.mark.parametrize("parameters", ODD_SCHEMAS)
+def test_schemas_of_any_form_are_explained(served, scripted, parameters):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for server in (served, scripted[0]):
+        assert ask(server, tools=[tool]).choices
+
+
 ANSWERS = [
     ("Hello.", "Hello.", []),
     (f"Let me see.\n\n{calls_text(1)}", "Let me see.", [1]),
