@@ -13,6 +13,7 @@ standard library, because the processes of environments import it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,11 +24,15 @@ LONGEST_QUOTE = 100
 """Characters of a malformed call that its error quotes."""
 MOST_DIGITS = 1000
 """Longest integer in a call; Python itself refuses integers with more than 4300 digits."""
+MOST_LEVELS = 100
+"""Levels of nested objects and lists in a call. Templates, which recurse into the arguments, need
+several of Python's stack frames for each."""
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 WORD = "call "
 """Beginning of a call's line in the format plain."""
 _LLAMA_BEGIN = re.compile(r'\{\s*("\w*)?')
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LLAMA_CALL = re.compile(r'\{\s*"(name|parameters|arguments|type|function)"')
 
 
@@ -79,6 +84,16 @@ def text_before_calls(message: str, name: CallFormatName, *, complete: bool) -> 
     if place == len(said):  # thoughts may follow
         return len(message if complete else message.rstrip())
     return len(message[: begin + place].rstrip())
+
+
+def parse_json(text: str) -> Any:
+    """Parse a JSON text as strictly as the arguments of a call. Raise a ValueError, which says what
+    is wrong, if it is invalid, nests deeper than `MOST_LEVELS`, or has a lone surrogate or a number
+    that is not finite."""
+    value, error = _load(text)
+    if error is not None:
+        raise ValueError(error)
+    return value
 
 
 def calls_of(message: Mapping[str, Any]) -> list[ToolCall]:
@@ -145,6 +160,7 @@ def _read_object(text: str, begin: int, keys: Sequence[str]) -> tuple[ToolCall, 
         begin += 1
     try:
         value, end = _DECODER.raw_decode(text, begin)
+        _check(value)
     except (ValueError, RecursionError) as error:
         return _malformed(_said(error), text[begin:]), len(text)
     form = f'{{"name": NAME, "{keys[0]}": {{"ARGUMENT": VALUE}}}}'
@@ -159,9 +175,27 @@ def _read_object(text: str, begin: int, keys: Sequence[str]) -> tuple[ToolCall, 
 
 def _load(text: str) -> tuple[Any, str | None]:
     try:
-        return _DECODER.decode(text), None
+        value = _DECODER.decode(text)
+        _check(value)
     except (ValueError, RecursionError) as error:
         return None, _said(error)
+    return value, None
+
+
+def _check(value: Any, levels: int = MOST_LEVELS) -> None:
+    """Raise a ValueError if a JSON value has more than this number of nested levels, or a text that
+    can't be written as UTF-8."""
+    if isinstance(value, str):
+        if not value.isascii() and _SURROGATE.search(value):
+            raise ValueError("a text contains half of a surrogate pair (\\ud800 to \\udfff)")
+    elif isinstance(value, dict | list):
+        if not levels:
+            raise ValueError(f"it has more than {MOST_LEVELS} levels of objects and lists")
+        for item in value:
+            _check(item, levels - 1)
+        if isinstance(value, dict):
+            for item in value.values():
+                _check(item, levels - 1)
 
 
 def _said(error: Exception) -> str:
@@ -182,7 +216,13 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=_integer)
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=_integer, parse_float=_number)
 
 
 def _malformed(error: str, text: str) -> ToolCall:
@@ -270,18 +310,21 @@ def _explain_plain(tools: Sequence[Mapping[str, Any]]) -> str:
     lines = ["To call a tool, write a line: call NAME {ARGUMENTS}"]
     for tool in tools:
         function = tool.get("function", tool)
-        fields = function.get("parameters", {}).get("properties", {})
+        fields = function.get("parameters", {}).get("properties")
+        fields = fields if isinstance(fields, Mapping) else {}
         shown = ", ".join(f'"{name}": {_kind(field)}' for name, field in fields.items())
         about = function.get("description", "").partition("\n")[0]
         lines.append(f"{function['name']} {{{shown}}} {about}".rstrip())
     return "\n".join(lines)
 
 
-def _kind(field: Mapping[str, Any]) -> str:
-    if "enum" in field:
-        return "|".join(map(_json, field["enum"]))
-    kind = field.get("type", "any")
-    return kind if isinstance(kind, str) else "|".join(kind)
+def _kind(field: Any) -> str:
+    """Return the type of an argument by its JSON schema, which may have any form."""
+    schema = field if isinstance(field, Mapping) else {}
+    if isinstance(schema.get("enum"), list):
+        return "|".join(map(_json, schema["enum"]))
+    kind = schema.get("type")
+    return "|".join(map(str, kind)) if isinstance(kind, list) else str(kind or "any")
 
 
 CALL_FORMATS: Mapping[CallFormatName, CallFormat] = {

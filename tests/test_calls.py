@@ -6,7 +6,7 @@ import string
 
 import pytest
 
-from burnish.calls import CALL_FORMATS, ToolCall, read_calls
+from burnish.calls import CALL_FORMATS, MOST_LEVELS, ToolCall, parse_json, read_calls
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 HERMES = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -55,7 +55,14 @@ def test_a_plain_call_needs_no_arguments():
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', '"arguments" must be a JSON object'),
         ("hermes", HERMES.replace("1", "NaN"), "NaN is no JSON number"),
         ("hermes", HERMES.replace("1", "[" * 100_000), "nested too deeply"),
+        ("hermes", HERMES.replace("1", "[" * 101 + "]" * 101), "has more than 100 levels"),
+        ("plain", PLAIN.replace("1", '{"a":' * 400 + "1" + "}" * 400), "has more than 100 levels"),
+        ("plain", PLAIN.replace("1", r'"\ud800"'), "contains half of a surrogate pair"),
+        ("llama", LLAMA.replace("1", r'["é\uDFFF"]'), "contains half of a surrogate pair"),
+        ("hermes", HERMES.replace('"a"', r'"\ud83d"'), "contains half of a surrogate pair"),
+        ("llama", LLAMA.replace("add", r"\ud800"), "contains half of a surrogate pair"),
         ("hermes", HERMES.replace("1", "1" * 5000), "an integer has more than 1000 digits"),
+        ("plain", PLAIN.replace("1", "-1e999"), "-1e999 is no finite number"),
         ("llama", LLAMA[:-1], "the JSON object is invalid: Expecting ',' delimiter"),
         ("llama", '{"name": "f", "parameters": 3}', '"parameters" must be a JSON object'),
         ("llama", "<|python_tag|>print(1)", "the JSON object is invalid"),
@@ -70,6 +77,34 @@ def test_malformed_calls_say_what_is_wrong(name, text, said):
     (call,) = read_calls(text, name)
     assert said in call.error
     assert len(call.error) < 250
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_pairs_of_surrogates_and_nested_values_are_read(name):
+    value = "x"
+    for _ in range(MOST_LEVELS // 2 - 2):
+        value = {"a": [value]}
+    call = ToolCall("add", {"a": "😀", "b": value})
+    assert read_calls(CALL_FORMATS[name].write([call]), name) == [call]
+    text = CALL_FORMATS[name].write([call._replace(arguments={"a": "?"})])
+    (read,) = read_calls(text.replace("?", r"\ud83d\ude00"), name)
+    assert read.arguments == {"a": "😀"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * 101 + "]" * 101, "more than 100 levels"),
+        (r'{"\udc00": 1}', "half of a surrogate pair"),
+        ("{", "Expecting property name"),
+        ("[Infinity]", "Infinity is no JSON number"),
+    ],
+)
+def test_parse_json_says_what_is_wrong(text, said):
+    with pytest.raises(ValueError, match=said):
+        parse_json(text)
+    assert parse_json("[" * 100 + "]" * 100)
 
 
 def test_a_malformed_call_hides_no_other():

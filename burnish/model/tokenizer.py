@@ -164,6 +164,9 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise ModelError(f"the chat template rejected these messages: {error}") from error
+        except Exception as error:  # of the template's own operations, or its deep recursion
+            said = f"{type(error).__name__}: {error}"
+            raise ModelError(f"the chat template can't write these messages: {said}") from error
 
     def save(self, directory: Path | str) -> None:
         """Write tokenizer, chat template and end ids to an existing directory, so that `load` and

@@ -129,8 +129,12 @@ def test_a_message_has_a_largest_number_of_calls(pool):
         (call("odd", how="burn"), "error: odd took more than 1 s"),
         (call("odd", how="swallow"), "error: odd took more than 1 s"),
         (call("later", text="x", seconds=60), "error: later took more than 1 s"),
-        (call("\ud800"), "error: there is no tool '\\ud800'"),
-        (call("add", a=1, **{"\ud800": 2}), 'error: add: unknown argument "?"'),
+        (call("\ud800"), "error: the JSON object is invalid: a text contains half of a surrogate"),
+        (call("add", a=1, **{"\ud800": 2}), "error: the JSON object is invalid: a text contains"),
+        (
+            call("add", a="?").replace('"?"', "[" * 500 + "]" * 500),
+            "error: the JSON object is invalid: it has more than 100 levels of objects and lists",
+        ),
     ],
 )
 def test_a_failed_call_is_shown_to_the_model(pool, text, said):

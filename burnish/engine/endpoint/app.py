@@ -198,6 +198,7 @@ def make_app(endpoint: Endpoint, hosts: Iterable[str] = (), key: str | None = No
             RequestRefused: _on_error,
             BurnishError: _on_error,
             ClientDisconnect: _on_disconnect,
+            Exception: _on_defect,
         },
     )
 
@@ -274,6 +275,12 @@ async def _on_no_route(http: HttpRequest, error: Exception) -> Response:
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:
     return error_response(refusal_of(error))
+
+
+async def _on_defect(http: HttpRequest, error: Exception) -> Response:
+    """Answer a request that failed because of a defect of this server, which logs the exception."""
+    said = f"the server failed at this request: {type(error).__name__}; its log has more"
+    return error_response(RequestRefused(500, said))
 
 
 async def _on_disconnect(http: HttpRequest, error: Exception) -> Response:

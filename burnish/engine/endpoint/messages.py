@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from burnish.calls import CallFormatName, split_calls
+from burnish.calls import CallFormatName, parse_json, split_calls
 from burnish.recipe.base import Section
 
 UNUSED: dict[str, Any] = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
@@ -29,11 +29,12 @@ class CalledFunction(Section):
     @classmethod
     def _check_object(cls, given: str) -> str:
         try:
-            is_object = isinstance(json.loads(given), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise PydanticCustomError("arguments", "must be the text of a JSON object")
+            wrong = "" if isinstance(parse_json(given), dict) else "it is another value"
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
+            rule = "must be the text of a JSON object ({wrong})"
+            raise PydanticCustomError("arguments", rule, {"wrong": wrong})
         return given
 
 

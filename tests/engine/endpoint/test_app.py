@@ -209,6 +209,15 @@ def test_dns_rebinding_reaches_no_route(client):
         assert "the Host header 'evil.example" in found["error"]["message"]
 
 
+def test_a_defect_is_an_error_of_the_api(client, monkeypatch):
+    monkeypatch.setattr(app.AnswerWriter, "whole", lambda *_: 1 / 0)
+    status, found = client.ask(PROMPT)
+    assert (status, found["error"]["type"]) == (500, "server_error")
+    assert "ZeroDivisionError" in found["error"]["message"]
+    monkeypatch.undo()
+    assert client.ask(PROMPT)[0] == 200
+
+
 def test_large_and_slow_bodies_are_refused(client, monkeypatch):
     monkeypatch.setattr(app, "LARGEST", 100)
     monkeypatch.setattr(app, "PATIENCE", 0.1)

@@ -242,6 +242,134 @@ def calls_text(*calls):
     return CALL_FORMATS["hermes"].write([ToolCall("add", {"a": a}) for a in calls])
 
 
+def nested(levels):
+    """The text of a JSON object with this number of levels."""
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+WRONG_ARGUMENTS = {
+    r'{"a": "\ud800"}': "half of a surrogate pair",
+    r'{"\udc00": 1}': "half of a surrogate pair",
+    nested(101): "more than 100 levels",
+    nested(900): "more than 100 levels",
+    nested(50_000): "nested too deeply",
+    '{"a": NaN}': "NaN is no JSON number",
+    '{"a": 1e999}': "1e999 is no finite number",
+    "[1]": "it is another value",
+}
+"""Arguments of calls that are refused, and the reasons."""
+
+
+@pytest.mark.parametrize("arguments", WRONG_ARGUMENTS)
+def test_arguments_that_no_template_can_write_are_refused(served, scripted, arguments):
+    call = CALL | {"function": {"name": "add", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for server in (served, scripted[0]):
+        for tools in ([], [ADD]):
+            with pytest.raises(openai.BadRequestError) as raised:
+                ask(server, messages=messages, tools=tools)
+            assert WRONG_ARGUMENTS[arguments] in raised.value.message
+            assert "must be the text of a JSON object" in raised.value.message
+            assert raised.value.param == "messages.1.tool_calls.0.function.arguments"
+
+
+def test_arguments_of_many_levels_are_written(served, scripted):
+    call = CALL | {"function": {"name": "add", "arguments": nested(100)}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for server in (served, scripted[0]):
+        for tools in ([], [ADD]):
+            assert ask(server, messages=messages, tools=tools).choices
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "?"}]},
+        {"messages": [USER | {"name": "?"}]},
+        {"stop": ["?"]},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "?"}}]},
+        {"messages": [USER], "user": "?"},
+        {"model": "?"},
+    ],
+)
+def test_requests_with_lone_surrogates_are_refused(served, body):
+    """OpenAI's client can't send them."""
+    text = json.dumps(ASKED | body)
+    for half in (r"\ud800", r"\udfffx", r"\ud800\ud800"):
+        for streams in ("false", "true"):
+            sent = text.replace("?", half).replace('"max_', f'"stream": {streams}, "max_')
+            status, found = served.ask(sent.encode(), "/v1/chat/completions")
+            assert (status, found["error"]["type"]) == (400, "invalid_request_error")
+            assert "Invalid JSON" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("levels", [190, 1000, 100_000])
+def test_requests_that_nest_deeply_are_answered_or_refused(served, scripted, levels):
+    tool = {"type": "function", "function": {"name": "f", "parameters": "?"}}
+    text = json.dumps(ASKED | {"tools": [tool]}).replace('"?"', nested(levels))
+    for server in (served, scripted[0]):
+        status, found = server.ask(text.encode(), "/v1/chat/completions")
+        assert status == (200 if levels < 200 else 400)
+        assert levels < 200 or "recursion limit" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("arguments", WRONG_ARGUMENTS)
+def test_sampled_calls_that_cannot_be_sent_are_text(scripted, arguments):
+    served, engine = scripted
+    if len(arguments) > 10_000:
+        arguments = nested(2000)
+    engine.text, engine.at_once = f'<tool_call>{{"name": "add", "arguments": {arguments}}}', 1000
+    engine.text += "</tool_call>"
+    how = {"tools": [ADD], "max_tokens": 100_000}
+    (choice,) = ask(served, **how).choices
+    assert (choice.message.content, choice.message.tool_calls) == (engine.text, None)
+    (own,) = joined(stream(served, **how))
+    assert (own["content"], own["calls"]) == (engine.text, {})
+
+
+TEMPLATES = [
+    ("{{ raise_exception('only users may speak') }}", "rejected these messages: only users may"),
+    ("{{ messages[0].nothing.more }}", "rejected these messages: 'dict object' has no attribute"),
+    ("{{ messages[0].nothing | tojson }}", "can't write these messages: TypeError: Object of type"),
+    ("{{ 1 / 0 }}", "can't write these messages: ZeroDivisionError: division by zero"),
+    ("{{ messages[0].content + 1 }}", "can't write these messages: TypeError: can only conc"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "can't write these messages: Recursion"),
+    ("{% for %}", "rejected these messages: Expected an expression, got 'end of"),
+    ("{{ messages[0].__class__.__mro__[1] }}", "rejected these messages: access to attribute"),
+]
+
+
+@pytest.mark.parametrize(("template", "said"), TEMPLATES)
+def test_a_template_that_fails_is_explained(template, said):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    with serving(Script(tokenizer), tokenizer) as served:
+        for body in ({}, {"tools": [ADD]}, {"messages": [USER, call]}):
+            for ask_one in (ask, stream):
+                with pytest.raises(openai.BadRequestError) as raised:
+                    ask_one(served, **body)
+                assert f"the chat template {said}" in raised.value.body["message"]
+        assert served.ask(TEXT)[0] == 200
+
+
+ODD_SCHEMAS = [
+    {"properties": {"a": True}},
+    {"properties": {"a": {"type": ["string", 5]}}},
+    {"properties": {"a": {"enum": 3}}},
+    {"properties": {"a": {"type": {"x": 1}}}},
+    {"properties": ["a"]},
+    {"properties": None},
+]
+
+
+@pytest.mark.parametrize("parameters", ODD_SCHEMAS)
+def test_schemas_of_any_form_are_explained(served, scripted, parameters):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for server in (served, scripted[0]):
+        assert ask(server, tools=[tool]).choices
+
+
 ANSWERS = [
     ("Hello.", "Hello.", []),
     (f"Let me see.\n\n{calls_text(1)}", "Let me see.", [1]),
