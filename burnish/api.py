@@ -37,6 +37,7 @@ from burnish.recipe.load import (
     parse_overrides,
     recipe_to_toml,
 )
+from burnish.recipe.objective.advantages import Remax, Vine
 from burnish.recipe.recipe import LogConfig, Recipe
 from burnish.recipe.tasks import AgentTask, EnvironmentTask, KeywordsTask, RowsTask
 from burnish.runs import checkpoints, directory, failure, resuming
@@ -402,11 +403,11 @@ def evaluate(
     ``recipe`` may also be a run, whose trained model is then evaluated. ``model`` is another model
     to evaluate, as in ``train``; None for the model of the recipe or the run. ``environment``, the
     FILE.py:NAME of a class, replaces the recipe's environment, and ``agent``, the FILE.py:NAME of a
-    function, its agent. ``settings`` and ``overrides``
-    change the recipe's settings, as in ``train``. The directory ``out`` gets every
-    response and a report; an evaluation that it already contains is not repeated, and a different
-    one in it raises a RunError. By default it is runs/eval-NAME-HASH, where the hash covers
-    everything that the results depend on.
+    function, its agent. ``settings`` and ``overrides`` change the recipe's settings, as in
+    ``train``; the advantage does not matter. The directory ``out`` gets every response and a
+    report; an evaluation that it already contains is not repeated, and a different one in it raises
+    a RunError. By default it is runs/eval-NAME-HASH, where the hash covers everything that the
+    results depend on.
     """
     changes = [parse_overrides(overrides), settings]
     recipe = evaluation_recipe(recipe, hub.as_setting(model), changes, environment, agent)
@@ -450,10 +451,11 @@ def evaluation_recipe(
     ``source`` is a recipe (name, file, table or object) or the directory of a run: then the run's
     recipe is used with the model that the run trained and, if the run stored prompts, with these
     prompts. ``model`` is another model to evaluate; None for the model of ``source``.
-    ``environment`` and ``agent`` replace the recipe's; None to keep them. ``changes`` are
-    overrides, applied last; task.validation also replaces task.validation_rows = 0. Raise a
-    ``ConfigError`` if the run trained the sorting model, if the recipe is supervised, because its
-    responses are not graded, or if no prompts are held out.
+    ``environment`` and ``agent`` replace the recipe's; None to keep them. If the recipe has an
+    advantage that they may not support, it is replaced by "raw", because an evaluation needs none.
+    ``changes`` are overrides, applied last; task.validation also replaces task.validation_rows = 0.
+    Raise a ``ConfigError`` if the run trained the sorting model, if the recipe is supervised,
+    because its responses are not graded, or if no prompts are held out.
     """
     own: dict[str, Any] = {}
     if isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
@@ -468,12 +470,17 @@ def evaluation_recipe(
             own["task"] = {"train": run / PROMPTS}
     if model is not None:
         own["model"] = model
-    if environment is not None:
-        named = {"name": "environment", "environment": environment}
-        own["task"] = own.get("task", {}) | named
-    if agent is not None:
-        named = {"name": "agent"} | agent_settings(load_recipe(source).task, agent)
-        own["task"] = named | own.get("task", {})
+    if environment is not None or agent is not None:
+        before = load_recipe(source)
+        advantage = before.objective.advantage
+        if advantage.reads_turns or isinstance(advantage, Remax | Vine):
+            own["objective"] = {"advantage": "raw"}
+        if environment is not None:
+            named = {"name": "environment", "environment": environment}
+            own["task"] = own.get("task", {}) | named
+        if agent is not None:
+            named = {"name": "agent"} | agent_settings(before.task, agent)
+            own["task"] = named | own.get("task", {})
     given = parse_overrides(changes)
     # Settings of the validation would be refused if there is none.
     others = {key: value for key, value in given.items() if not key.startswith("validation.")}

@@ -76,6 +76,10 @@ class RunError(BurnishError):
     """A run directory is missing, in use, or damaged."""
 
 
+class ClusterError(RunError):
+    """The run's Ray cluster does not answer, rejects this process, or was lost."""
+
+
 class ChildError(BurnishError):
     """A child process could not be started, failed, or did not respond within its timeout."""
 

@@ -245,6 +245,9 @@ class Grade:
     correct: bool | None = None
     """Whether the task counts the response as correct, independent of length penalties and reward
     models; None if the task does not define correctness."""
+    turn_weight: float = 1.0
+    """Weight of the rewards of an episode's turns in ``reward``: the weight of the task's reward if
+    a reward model grades, too. Only packing applies it; all other code uses unweighted turns."""
 
     @property
     def is_error(self) -> bool:

@@ -26,7 +26,7 @@ from ray.exceptions import AuthenticationError, RayActorError, RayError
 from ray.experimental.collective.collective import RemoteCommunicatorManager
 from ray.experimental.collective.communicator import CommunicatorHandle
 
-from burnish.errors import ActorDied, ActorError, ConfigError
+from burnish.errors import ActorDied, ActorError, ClusterError, ConfigError
 from burnish.machine import hardware
 from burnish.machine.folders import SHARED
 from burnish.recipe.costs import format_bytes
@@ -163,8 +163,9 @@ def start_or_join(runtime: RayRuntime, learners: int = 1) -> Callable[[], None]:
     disconnects from one that was joined. If the calling script has already initialized Ray, that
     cluster is used, and the returned function leaves it running.
 
-    Raise a ConfigError if no cluster answers, if it rejects this process's token or has another
-    version of Ray or Python, or if it lacks resources for the actors (Ray would wait forever).
+    Raise a ClusterError if no cluster answers, if it rejects this process's token or has another
+    version of Ray or Python, or if Ray does not start here. Raise a ConfigError if there are too
+    few resources for the actors (Ray would wait forever).
     """
     # Actors without assigned GPUs see the GPUs of this process; otherwise they would use the CPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -175,9 +176,16 @@ def start_or_join(runtime: RayRuntime, learners: int = 1) -> Callable[[], None]:
     if ray.is_initialized():
         leave = _leave_running
     elif runtime.address is None:
-        with preserve_sigterm():
-            # "local" starts a new cluster even if another one runs on this machine.
-            ray.init("local", include_dashboard=False, **quiet)
+        try:
+            with preserve_sigterm():
+                # "local" starts a new cluster even if another one runs on this machine.
+                ray.init("local", include_dashboard=False, **quiet)
+        except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
+            _shut_down()
+            raise ClusterError(
+                f"Ray does not start on this machine: {_reason(error)}; end other programs, or use "
+                "runtime.name = 'local'"
+            ) from error
         leave = _shut_down
     else:
         try:
@@ -185,19 +193,16 @@ def start_or_join(runtime: RayRuntime, learners: int = 1) -> Callable[[], None]:
             if problem := connection_problem(address):
                 raise ConnectionError(problem)
             if needs_token(address):
-                raise ConfigError(f"runtime.address = {runtime.address!r}: {TOKEN_HELP}")
+                raise ClusterError(f"runtime.address = {runtime.address!r}: {TOKEN_HELP}")
             with preserve_sigterm():
                 ray.init(address=address, **quiet)
         except (ConnectionError, ValueError) as error:
-            raise ConfigError(
-                f"runtime.address = {runtime.address!r}: no Ray cluster answers there ({error}); "
-                "start one with `ray start --head`, or leave the address out"
-            ) from None
-        except RuntimeError as error:
+            raise ClusterError(_no_cluster(runtime.address, error)) from None
+        except (RuntimeError, RayError) as error:
             ray.shutdown()  # the failed ray.init leaves it partly connected
             if "Version mismatch" not in str(error):
-                raise
-            raise ConfigError(
+                raise ClusterError(_no_cluster(runtime.address, error)) from error
+            raise ClusterError(
                 f"runtime.address = {runtime.address!r}: the cluster there has a different version "
                 f"of Ray or Python; use the same versions on both sides\n{error}"
             ) from None
@@ -210,6 +215,18 @@ def start_or_join(runtime: RayRuntime, learners: int = 1) -> Callable[[], None]:
         leave()
         raise ConfigError(problem)
     return leave
+
+
+def _no_cluster(address: str, error: Exception) -> str:
+    return (
+        f"runtime.address = {address!r}: no Ray cluster answers there ({_reason(error)}); start "
+        "one with `ray start --head`, or leave the address out"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error of Ray, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def driver_address(runtime: RayRuntime) -> str:

@@ -27,7 +27,7 @@ from ray.exceptions import (
 
 from burnish.actors.actor import ActorStatus, actor_class
 from burnish.actors.cluster import NO_GROUP, TransportGroup, head_node_problem
-from burnish.errors import ActorDied, ActorError, BurnishError
+from burnish.errors import ActorDied, ActorError, BurnishError, ClusterError
 from burnish.rollout.rollout import Note, ignore
 
 POLL_SECONDS = 1.0
@@ -171,8 +171,8 @@ class Supervisor:
         already has; return the calls that have returned. ``calls`` must not be empty.
 
         An actor that dies meanwhile is restarted, and its calls are retried. Raise the error of a
-        method that failed, an ActorDied if an actor must not be restarted, and an ActorError after
-        a missed deadline, too many deaths, or the death of Ray's head node."""
+        method that failed, an ActorDied if an actor must not be restarted, an ActorError after a
+        missed deadline or too many deaths, and a ClusterError if the cluster is lost."""
         assert calls, "there are no calls to wait for"
         self._check_head_node()
         waiting = [call for call in calls if not call.is_done]
@@ -284,7 +284,10 @@ class Supervisor:
 
     def _end(self, problem: str) -> NoReturn:
         self._is_ending = True
-        raise ActorError(f"{problem}; restart your cluster, and continue with `burnish resume`")
+        raise ClusterError(
+            f"{problem}; restart the cluster if the run has joined one (runtime.address), and "
+            "continue with `burnish resume`"
+        )
 
     def _restart(self, actor: _Actor, error: Exception) -> None:
         self._check_head_node(now=True)

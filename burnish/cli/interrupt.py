@@ -21,7 +21,7 @@ from typing import NoReturn, Self
 
 from burnish.console.display import Display
 from burnish.console.progress import STEP_PHASES, Progress
-from burnish.errors import ActorError, EngineError, GraderError
+from burnish.errors import ActorError, ClusterError, EngineError, GraderError
 from burnish.runs import checkpoints, directory, report
 from burnish.runs.resuming import command_to_resume
 
@@ -31,7 +31,7 @@ ONE_REQUEST_S = 0.2
 once, its group. A second Ctrl-C takes longer."""
 GRACE_S = 1.5
 """Time limit for the main thread to stop by itself, in seconds."""
-OTHERS = (ActorError, EngineError, GraderError)
+OTHERS = (ActorError, ClusterError, EngineError, GraderError)
 """Errors of a run's other processes, which the same signal may have ended."""
 
 

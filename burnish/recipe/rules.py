@@ -109,7 +109,8 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if isinstance(task, SortTask) == model.is_language:
         return
     if isinstance(task, AgentsTask) and isinstance(advantage, Vine | Remax):
-        yield partial(check_agent_rules, advantage.name)  # their own rules have other remedies
+        # The own rules of these advantages have other remedies.
+        yield partial(check_agent_rules, task.name, advantage.name, rollout.group_size)
         return
     if isinstance(task, EnvironmentTask):
         yield partial(check_step_rules, advantage)
@@ -128,7 +129,7 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     train_batch = fitting[0].get("train.batch", train.batch) if fitting else train.batch
     largest = max(sizes.get("rollout.batch", rollout.batch) for sizes in fitting or [{}])
     yield partial(check_group_rules, group_size, train_batch, advantage)
-    yield partial(check_turn_credit, advantage, task)
+    yield partial(check_turn_credit, advantage, task, group_size)
     yield partial(check_selection_rules, selection, recipe.objective, length, group_size, tasks)
     yield partial(check_advantage_rules, advantage, model, rollout, selection, length, loop)
     yield partial(check_kl_rules, recipe.objective.kl.name, recipe.objective.kl.where)
@@ -166,13 +167,19 @@ def check_task_rules(task: Section, model: AnyModel, train: TrainConfig) -> None
         )
 
 
-def check_agent_rules(advantage: str) -> None:
+def check_agent_rules(task: str, advantage: str, group_size: int) -> None:
     """Raise a ConfigError: an advantage that samples further responses, to prompts or from inside
     of responses, does not work with agents, which begin their conversations themselves."""
     raise ConfigError(
-        f"task.name = 'agent' can't be combined with objective.advantage.name = '{advantage}' "
-        "yet; use objective.advantage.name = 'group_mean'"
+        f"objective.advantage = '{advantage}' samples further responses, and the agents of "
+        f"task.name = '{task}' begin their conversations themselves; use objective.advantage = "
+        f"'{_replacement(group_size)}'"
     )
+
+
+def _replacement(group_size: int) -> str:
+    """Return an advantage that works with every task and this group size."""
+    return "group_mean" if group_size > 1 else "raw"
 
 
 def check_step_rules(advantage: Advantage) -> None:
@@ -204,12 +211,12 @@ def check_turn_rules(task: EnvironmentTask | AgentsTask, rollout: RolloutConfig)
         )
 
 
-def check_turn_credit(advantage: Advantage, task: AnyTask) -> None:
+def check_turn_credit(advantage: Advantage, task: AnyTask, group_size: int) -> None:
     """Raise a ConfigError if an advantage of turns is combined with a task without turns."""
     if not advantage.reads_turns or isinstance(task, EnvironmentTask):
         return
     setting = f"objective.advantage = '{advantage.name}'"
-    remedy = "objective.advantage = 'group_mean'"
+    remedy = f"objective.advantage = '{_replacement(group_size)}'"
     if isinstance(advantage, Gae):
         over = "objective.advantage.over"
         setting, remedy = f"{over} = 'turns'", f"{over} = 'tokens'"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from burnish.console.progress import Report, unheard
 from burnish.engine.protocol import Request, Sampler
-from burnish.errors import DataError
+from burnish.errors import DataError, RunError
 from burnish.randomness import Stream
 from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.rollout.packing import pack
@@ -86,7 +86,7 @@ def fill(
     metrics.
 
     A round samples as many groups as are missing; DAPO (https://arxiv.org/abs/2503.14476) samples a
-    whole batch each time and drops the surplus. Raises a DataError if the rollout is not full and
+    whole batch each time and drops the surplus. Raises a RunError if the rollout is not full and
     ``on_bound`` is "stop", and a GraderError if too many grades are errors.
     """
     chosen, wanted = settings.selection, settings.prompts
@@ -102,7 +102,7 @@ def fill(
             break
         sampled = sampled + ask(min(wanted - len(groups), left))
     if chosen.fills and chosen.on_bound == "stop" and len(groups) < wanted:
-        raise DataError(
+        raise RunError(
             f"{len(groups)} of {len(sampled)} groups teach something; a step needs {wanted} "
             f"and selection.max_asked = {chosen.max_asked} allows no more. The prompts are too "
             "easy or too hard for the model: choose others, or resume with a higher "

@@ -187,12 +187,13 @@ def _response_streams(group: Group, c: Completion, grade: Grade) -> _Streams:
 def _turn_rewards(c: Completion, grade: Grade) -> FloatArray:
     """Return the reward of the turn that ends with each token, [C]; NaN for other tokens.
 
-    A turn without a reward has 0. The last turn also has the difference between the grade and the
-    sum of the turns' rewards: the reward of a grader or a reward model, and a length penalty. A
-    response without turns counts as one turn.
+    A turn's reward is multiplied by ``Grade.turn_weight``; a turn without a reward has 0. The last
+    turn also has the difference between the grade and the sum of these rewards: the reward of a
+    grader or a reward model, and a length penalty. A response without turns counts as one turn.
     """
     rewards = np.full(len(c.token_ids), np.nan)
-    actions, given = np.flatnonzero(c.sampled), [turn.reward or 0.0 for turn in c.turns]
+    actions = np.flatnonzero(c.sampled)
+    given = [grade.turn_weight * (turn.reward or 0.0) for turn in c.turns]
     if len(actions):
         ends = np.array([turn.end for turn in c.turns] or [len(c.token_ids)])
         last = actions[np.searchsorted(actions, ends) - 1]  # the last sampled token of each turn

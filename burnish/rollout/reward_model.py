@@ -19,8 +19,10 @@ class LearnedReward:
     """Wraps a task and grades with a reward model: the reward is the model's reward plus ``weight``
     times the task's own reward.
 
-    Both are stored as parts of the grade, "learned" and "task". A response that the task could not
-    grade remains an error; a response to which the model gives no finite reward becomes one.
+    Both are stored as parts of the grade, "learned" and "task". The rewards of an episode's turns
+    are part of the task's reward, and have the same weight (`Grade.turn_weight`). A response that
+    the task could not grade remains an error, and the model does not read it; a response to which
+    the model gives no finite reward becomes an error.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class LearnedReward:
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         own = self.task.grade_all(pairs)
-        scores = self.rewards(pairs) if pairs else []
-        return [self._total(grade, score) for grade, score in zip(own, scores, strict=True)]
+        good = [pair for pair, grade in zip(pairs, own, strict=True) if not grade.is_error]
+        scores = iter(self.rewards(good) if good else ())
+        return [grade if grade.is_error else self._total(grade, next(scores)) for grade in own]
 
     @torch.no_grad()
     def rewards(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[float]:
@@ -64,10 +67,9 @@ class LearnedReward:
         return found
 
     def _total(self, grade: Grade, score: float) -> Grade:
-        if grade.is_error:
-            return grade
         if not math.isfinite(score):
             said = f"the reward model gave {score}; set train.precision to fp32"
             return Grade(math.nan, {}, Status.ERROR, said, grade.cost)
         parts = grade.parts | {"task": grade.reward, "learned": score}
-        return replace(grade, reward=score + self.weight * grade.reward, parts=parts)
+        total = score + self.weight * grade.reward
+        return replace(grade, reward=total, parts=parts, turn_weight=self.weight)

@@ -151,13 +151,18 @@ def discrimination(groups: Sequence[Group], name: str) -> float | None:
 
 def contrast(groups: Sequence[Group]) -> tuple[Prompt, str, str] | None:
     """Return the prompt of the group whose rewards differ most, and the texts of its best and its
-    worst response. Responses whose grading failed are ignored.
+    worst response, as the judge graded them: of an episode, the text of its last turn. Responses
+    whose grading failed are ignored.
 
     Return None if the rewards are equal within each group.
     """
     ranked = []
     for group in groups:
-        good = [(grade.reward, c.text) for c, grade in group.graded if not grade.is_error]
+        good = [
+            (grade.reward, c.turns[-1].text if c.turns else c.text)
+            for c, grade in group.graded
+            if not grade.is_error
+        ]
         if good:
             best, worst = max(good, key=itemgetter(0)), min(good, key=itemgetter(0))
             ranked.append((best[0] - worst[0], group.prompt, best[1], worst[1]))

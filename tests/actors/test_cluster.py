@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from burnish.actors import cluster
-from burnish.errors import ConfigError
+from burnish.errors import ClusterError, ConfigError, RunError
 from burnish.machine import hardware
 from burnish.recipe.runtime import RayRuntime
 
@@ -22,6 +24,44 @@ def test_each_rank_needs_the_learners_resources() -> None:
     there = {"CPU": 3.0}
     assert cluster.missing_resources(RayRuntime(), there, 2) is None
     assert "need 4 CPU" in str(cluster.missing_resources(RayRuntime(), there, 3))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to get the cluster ID.\nmore"),
+        RaySystemError("GCS is down"),
+        ConnectionError("Could not find any running Ray instance."),
+    ],
+)
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_a_cluster_that_can_not_be_used_is_an_error_for_users(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, error: Exception
+) -> None:
+    """The run can be resumed when the cluster is there again, so that it is no ConfigError."""
+
+    def fail(*args: Any, **how: Any) -> None:
+        raise error
+
+    for name in ("canonicalize_bootstrap_address_or_die", "connection_problem", "needs_token"):
+        monkeypatch.setattr(cluster, name, lambda address: None)
+    monkeypatch.setattr(cluster.ray, "init", fail)
+    what = "Ray does not start on this machine: "
+    if address is not None:
+        what = f"runtime.address = '{address}': no Ray cluster answers there ("
+    with pytest.raises(ClusterError, match=re.escape(what)) as raised:
+        cluster.start_or_join(RayRuntime(address=address))
+    assert isinstance(raised.value, RunError)
+    assert str(error).splitlines()[0].rstrip(".") in str(raised.value)
+    assert re.search("; (start one with|end other programs)", str(raised.value))
+
+
+def test_a_missing_token_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "canonicalize_bootstrap_address_or_die", lambda address: address)
+    monkeypatch.setattr(cluster, "connection_problem", lambda address: None)
+    monkeypatch.setattr(cluster, "needs_token", lambda address: True)
+    with pytest.raises(ClusterError, match=r"'10\.0\.0\.1:1': the Ray cluster there requires"):
+        cluster.start_or_join(RayRuntime(address="10.0.0.1:1"))
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def slow(*settings):
     return pytest.param(list(settings), marks=pytest.mark.slow)
 
 
-def returns_of(row, gamma):
+def returns_of(row, gamma, weight):
     """The returns of a recorded episode's turns; the last turn has the rest of the reward."""
-    rewards = [turn["reward"] or 0.0 for turn in row["turns"]]
+    rewards = [weight * (turn["reward"] or 0.0) for turn in row["turns"]]
     rewards[-1] += row["reward"] - sum(rewards)
     found = []
     for reward in reversed(rewards):
@@ -42,9 +42,9 @@ def returns_of(row, gamma):
     return found[::-1]
 
 
-def expected_advantages(rows, gamma):
+def expected_advantages(rows, gamma, weight=1.0):
     """The mean advantage over the actions of each episode of a group, in plain Python."""
-    returns = [returns_of(row, gamma) for row in rows]
+    returns = [returns_of(row, gamma, weight) for row in rows]
     found = []
     for row, own in zip(rows, returns, strict=True):
         total = 0.0
@@ -146,7 +146,7 @@ def test_the_greedy_episode_is_the_baseline_of_its_group(folder, more):
 
 
 def test_a_reward_model_scores_episodes(folder):
-    """Its reward counts in the last turn."""
+    """Its reward counts in the last turn, and the rewards of turns have the task's weight."""
     tokenizer = Tokenizer.of_bytes()
     shape = ModelConfig(tokenizer.vocab_size, n_layers=1, d_model=16, n_heads=2, d_ff=24)
     body = Transformer(shape).init_weights(1)
@@ -163,7 +163,7 @@ def test_a_reward_model_scores_episodes(folder):
         own = sum(turn["reward"] for turn in row["turns"])
         assert row["reward"] == pytest.approx(row["parts"]["learned"] + 0.5 * own, abs=1e-5)
     for same in groups.values():
-        wanted = expected_advantages(same, 0.5)
+        wanted = expected_advantages(same, 0.5, weight=0.5)
         assert [row["advantage"] for row in same] == pytest.approx(wanted, abs=1e-5)
 
 

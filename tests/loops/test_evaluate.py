@@ -10,7 +10,7 @@ from burnish.launch import inputs, local
 from burnish.launch.resolve import resolve
 from burnish.launch.settings import make_evaluator
 from burnish.loops import evaluate
-from burnish.recipe.load import load_recipe
+from burnish.recipe.load import load_recipe, recipe_to_toml
 from burnish.runs.results import CATEGORIES, read_evaluation, write_evaluation
 from tests.loops.test_recorder import one_thread  # noqa: F401
 
@@ -177,3 +177,34 @@ def test_what_is_evaluated(tmp_path):
         api.evaluation_recipe("sft")
     with pytest.raises(ConfigError, match="did you mean 'keywords'"):
         api.evaluation_recipe("keyword")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("guess", []),
+        (
+            "guess",
+            [
+                *("critic.learning_rate=1e-4", "objective.advantage=gae"),
+                "objective.advantage.over=turns",
+            ],
+        ),
+        ("guess", ["objective.advantage=vine", "objective.advantage.steps=turns"]),
+        ("guess", ["objective.advantage=remax"]),
+        ("demo-small", ["objective.advantage=vine", "task.name=files", "task.train=rows.jsonl"]),
+    ],
+)
+@pytest.mark.parametrize("who", ["environment", "agent"])
+def test_an_evaluation_needs_no_advantage(recipe, settings, who, tmp_path):
+    """So --agent and --environment work with recipes whose advantage they do not support."""
+    before = load_recipe(recipe, settings)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text(recipe_to_toml(before))
+    for source in (before, run):
+        found = api.evaluation_recipe(source, **{who: "play.py:play"})
+        assert (found.task.name, getattr(found.task, who)) == (who, "play.py:play")
+        assert (found.objective.advantage.name, found.critic) == ("raw", None)
+    kept = api.evaluation_recipe(before).objective
+    assert kept == before.objective

@@ -254,3 +254,31 @@ def test_a_run_without_a_reward_ends_early_only_by_a_named_metric():
         load_recipe(taught, ["validation.patience=3"])
     remedy = ["validation.patience=3", "validation.metric=validation/length"]
     assert load_recipe(taught, remedy).target_metric == "validation/length"
+
+
+AGENT = ["task.name=agent", "task.agent=agent.py:run", "task.train=rows.jsonl"]
+TASKSET = ["task.name=verifiers", "task.taskset=letters.py"]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "setting"),
+    [
+        (["objective.advantage=remax"], "objective.advantage = 'remax'"),
+        (["objective.advantage=vine"], "objective.advantage = 'vine'"),
+        (["objective.advantage=turn_mean"], "objective.advantage = 'turn_mean'"),
+    ],
+)
+@pytest.mark.parametrize(("task", "name"), [(AGENT, "agent"), (TASKSET, "verifiers")])
+@pytest.mark.parametrize(("size", "other"), [(8, "group_mean"), (1, "raw")])
+def test_agents_name_the_advantage_that_they_do_not_support(
+    task, name, advantage, setting, size, other
+):
+    """The remedy fits the group size."""
+    given = [*task, f"rollout.group_size={size}", "rollout.batch=64", "train.batch=64"]
+    with pytest.raises(ConfigError) as raised:
+        load_recipe("keywords", [*given, *advantage])
+    (said,) = (line for line in str(raised.value).splitlines() if name in line)
+    assert setting in said
+    assert f"task.name = '{name}'" in said
+    assert said.endswith(f"; use objective.advantage = '{other}'")
+    assert load_recipe("keywords", [*given, f"objective.advantage={other}"]).task.name == name

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from burnish.engine.protocol import completed
-from burnish.errors import ConfigError, DataError, GraderError
+from burnish.errors import ConfigError, DataError, GraderError, RunError
 from burnish.launch.settings import rollout_settings
 from burnish.loops import lagged
 from burnish.recipe.load import load_recipe
@@ -89,7 +89,7 @@ def rare(number):
 
 def test_past_the_bound_a_run_ends_clearly_or_learns_from_fewer():
     # at most 3 × 2 groups: 0, 1, 2, then two are missing: 3, 4, then one more: 5
-    with pytest.raises(DataError, match=r"1 of 6 groups .* needs 3 and selection.max_asked = 2 "):
+    with pytest.raises(RunError, match=r"1 of 6 groups .* needs 3 and selection.max_asked = 2 "):
         next(filled(recipe_of("dynamic", "selection.max_asked=2"), rare))
     some = recipe_of("dynamic", "selection.max_asked=2", "selection.on_bound=learn")
     result, rounds = next(filled(some, rare))
@@ -189,7 +189,7 @@ def test_active_sampling_keeps_the_bound():
     engine, take = Slow(dict.fromkeys(range(9), 1)), prompts()
     groups = sample_actively(rollout_settings(recipe), engine, Thirds(rare), take(3), take)
     assert indices(groups) == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(DataError, match=r"1 of 6 groups"):
+    with pytest.raises(RunError, match=r"1 of 6 groups"):
         fill(rollout_settings(recipe), groups, lambda some: pytest.fail("the bound is reached"))
 
 

@@ -93,6 +93,24 @@ def test_rewards_of_turns_are_on_their_last_sampled_tokens():
     assert pack([dataclasses.replace(group, completions=(d,) * 4)]).turn_rewards is None
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.5, -2.0])
+def test_rewards_of_turns_have_the_weight_of_the_tasks_reward(weight):
+    """A reward model gives 3, and the task's reward, 0.5 + 1 from two turns, has a weight. All is
+    scaled by 2, and the turns add up to the episode's reward."""
+    group = make_group(0, [7], [[1, 2], [8, 9]], [3 + 1.5 * weight, 1.0])
+    a, b = group.completions
+    grades = (dataclasses.replace(group.grades[0], turn_weight=weight), group.grades[1])
+    prompt = dataclasses.replace(group.prompt, scale=2.0)
+    completions = (with_turns(a, [(1, 0.5), (2, 1.0)]), with_turns(b, [(1, 0.25), (2, 0.75)]))
+    batch = pack(
+        [dataclasses.replace(group, prompt=prompt, completions=completions, grades=grades)]
+    )
+    want = [np.nan, 2 * 0.5 * weight, 2 * (3 + weight), 0.5, 1.5]
+    assert_equal(batch.turn_rewards, torch.tensor(want))
+    sums = torch.zeros(2).index_add(0, batch.sample_ids, batch.turn_rewards.nan_to_num())
+    assert_equal(sums, batch.rewards)
+
+
 def assert_equal(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 

@@ -60,7 +60,7 @@ def made(index: int, lengths: list[int], values: Any) -> Group:
         )
         for k, length in enumerate(lengths)
     )
-    good = Grade(0.1, {"format": 1.0})
+    good = Grade(0.1, {"format": 1.0}, turn_weight=0.5)
     bad = Grade(math.nan, status=Status.ERROR, message="it failed")
     return Group(index, prompt(index), completions, (good, bad))
 

@@ -15,6 +15,7 @@ from burnish.cli.main import app
 from burnish.errors import (
     ActorDied,
     ActorError,
+    ClusterError,
     ConfigError,
     DataError,
     EngineError,
@@ -124,6 +125,8 @@ ANYWAY = "add --anyway if a reward or data file has changed"
         (ConnectionResetError(errno.ECONNRESET, "reset"), False, "continue with: go on"),
         (OSError(errno.ENOSPC, "No space left", "x"), True, "continue with: go on"),
         (ConfigError("it must be below 3; lower it"), True, f"{NEW_RUN}repeat the error"),
+        (ClusterError("no Ray cluster answers there"), True, f"{CORRECT}: go on"),
+        (RunError("1 of 6 groups teach something"), True, f"{CORRECT}: go on"),
         (KeyError("x"), True, f"{CORRECT}: go on"),
         (GraderError("9 of 9 responses got no grade"), False, f"{CORRECT}: go on"),
         (GraderError("9 of 9 responses got no grade"), True, f"{CORRECT} ({ANYWAY}): go on"),

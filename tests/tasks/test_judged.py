@@ -19,7 +19,7 @@ from burnish.recipe.tasks import JudgedTask
 from burnish.rollout.rollout import costs, describe
 from burnish.tasks.judged import Evolving, check_judged, contrast, discrimination, make_judged
 from burnish.tasks.stream import PromptStream
-from burnish.types import Grade, Status
+from burnish.types import Grade, Status, Turn
 from tests.conftest import byte_tokenizer, make_group
 from tests.endpoint import Refused, endpoint, told
 
@@ -200,6 +200,18 @@ def test_the_best_and_the_worst_come_from_the_group_that_differs_most():
     groups = [group_of(0, [0, 0.5]), group_of(1, [None, 0.2, 1, 0.1]), group_of(2, [0.1, 1])]
     assert contrast(groups)[1:] == ("y", "z")
     assert contrast([group_of(0, [1, 1]), group_of(1, [None, None])]) is None
+
+
+def test_of_an_episode_the_last_turn_is_contrasted():
+    """The judge graded nothing else."""
+    group = group_of(0, [1, 0], ("call a\nbest", "call b\nworst"))
+    completions = tuple(
+        dataclasses.replace(
+            c, turns=tuple(Turn(0, 1, text, (), None, {}, None) for text in c.text.split("\n"))
+        )
+        for c in group.completions
+    )
+    assert contrast([dataclasses.replace(group, completions=completions)])[1:] == ("best", "worst")
 
 
 def evolving(url, **settings):

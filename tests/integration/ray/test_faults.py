@@ -158,6 +158,7 @@ def test_a_dead_head_node_ends_in_a_clear_error(
     assert "Ray's head node at" in said
     assert "no longer answers" in said
     assert "burnish resume" in said
+    assert "Traceback" not in said
     assert list((path / "checkpoints").glob("step-*"))
     # Ray's own agents end a minute later.
     ours = [pid for pid, name in family.items() if name in ("raylet", *ACTORS)]
@@ -255,6 +256,7 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert f"runtime.address = '{address}': no Ray cluster answers there" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 VERSION = """
@@ -263,7 +265,7 @@ from ray.cluster_utils import Cluster
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from burnish.recipe import runtime as strategy
 from burnish.actors import cluster as ours
-from burnish.errors import ConfigError
+from burnish.errors import ClusterError
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 ray.init(cluster.address, log_to_driver=False)
@@ -274,7 +276,7 @@ _internal_kv_put(b"CLUSTER_METADATA", changed, overwrite=True, **told)
 ray.shutdown()
 try:
     ours.start_or_join(strategy.RayRuntime(address=cluster.address))
-except ConfigError as error:
+except ClusterError as error:
     print(error)
 cluster.shutdown()
 """

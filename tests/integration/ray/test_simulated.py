@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from burnish.actors.supervisor import Supervisor
-from burnish.errors import ActorError, DataError, GraderError
+from burnish.errors import ActorError, GraderError, RunError
 from burnish.launch.settings import rollout_settings
 from burnish.learner.protocol import Step
 from burnish.loops import lagged
@@ -284,7 +284,7 @@ def test_a_free_run_ends_or_learns_from_fewer_past_max_asked(
         sizes = [len(groups) for _, groups in found.steps]
         assert min(sizes) < 4
         assert max(sizes) <= 4
-        with pytest.raises(DataError, match=r"needs 4 and selection.max_asked = 2 "):
+        with pytest.raises(RunError, match=r"needs 4 and selection.max_asked = 2 "):
             simulate(settings | {"selection.on_bound": "stop"}, 1, [], monkeypatch, dead=0.8)
 
 
