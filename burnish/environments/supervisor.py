@@ -11,7 +11,6 @@ import contextlib
 import gc
 import os
 import pickle
-import resource
 import selectors
 import signal
 import socket
@@ -43,6 +42,7 @@ from burnish.environments.episode import (
 from burnish.environments.loading import load_environment, split_spec
 from burnish.environments.protocol import EnvironmentCall, Observation, failed_observation
 from burnish.environments.tools import ToolSettings, add_tools
+from burnish.machine.process import raise_open_files
 
 POLL_SECONDS = 0.05
 """Interval at which a supervisor looks for episodes that have ended, while a call runs."""
@@ -50,8 +50,6 @@ IDLE_SECONDS = 0.5
 """The same interval while no call runs."""
 OUTPUT_BYTES = 1 << 14
 """Bytes of an episode's output that are written to the log; the rest is discarded."""
-OPEN_FILES = 1 << 16
-"""Largest number of files that a supervisor opens; it needs two per episode."""
 CHUNK = 1 << 16
 """Bytes that are read at once."""
 OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
@@ -131,9 +129,7 @@ class EpisodeSupervisor:
             if kind is not None:
                 self.loaded = add_tools(self.loaded, kind, script)
         self.own_children = child_processes()  # processes that the file itself has started
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        raise_open_files()  # it needs two per episode
         gc.collect()
         gc.freeze()  # so that collections in the episodes do not copy these pages
         self.episodes: dict[str, _Episode] = {}

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -96,14 +97,13 @@ def load_taskset(source: TasksetSource) -> LoadedTaskset:
     verifiers is not installed.
     """
     require_verifiers()
-    import verifiers.v1 as vf
-
     named = Path(source.taskset)
     is_file = source.taskset.endswith(".py")
     if is_file:
-        if not named.is_file():
-            raise DataError(f"task.taskset = {source.taskset!r}: there is no such file")
+        _check_file_name(named)
         sys.path.append(str(named.resolve().parent))
+    import verifiers.v1 as vf
+
     module = named.stem if is_file else source.taskset
     given = _settings(source, module)
     try:
@@ -136,6 +136,25 @@ def row_of(task: Any) -> dict[str, Any]:
     key = hashlib.sha256(content).hexdigest()[:16]
     texts = [task.data.system_prompt, task.data.prompt_text]
     return {"task": place, "key": key, "prompt": "\n\n".join(text for text in texts if text)}
+
+
+def _check_file_name(file: Path) -> None:
+    """Raise a DataError if the file of a taskset does not exist, or if Python finds another module
+    by its name, because verifiers imports the taskset by name."""
+    where = f"task.taskset = {str(file)!r}"
+    if not file.is_file():
+        raise DataError(f"{where}: there is no such file")
+    name, folder = file.stem, file.resolve().parent
+    others = [entry for entry in sys.path if Path(entry).resolve() != folder]
+    found = PathFinder.find_spec(name, others)
+    other = None if found is None else found.origin  # a folder without __init__.py has no origin
+    if other is None and name in sys.stdlib_module_names:
+        other = "Python's standard library"
+    if other is not None:
+        raise DataError(
+            f"{where}: the file has the name of another module, {name} ({other}), and Python "
+            f"imports one module of a name; rename the file, for example {name}_tasks.py"
+        )
 
 
 def _settings(source: TasksetSource, module: str) -> dict[str, Any]:

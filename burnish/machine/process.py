@@ -38,6 +38,8 @@ TAIL_BYTES = 1 << 14
 """Bytes of a child's output in which these lines are searched."""
 LONGEST_WAIT = 1e6
 """Longest timeout, in seconds, that the system's poll accepts."""
+OPEN_FILES = 1 << 16
+"""Number of open files beyond which no process raises its limit."""
 
 
 class Inheritable(Protocol):
@@ -221,6 +223,20 @@ def bound_memory(extra: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = now + extra if hard == resource.RLIM_INFINITY else min(now + extra, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def raise_open_files() -> int:
+    """Raise the number of files that this process may open to the system's hard limit, at most to
+    `OPEN_FILES`; return the number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return OPEN_FILES
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft < most:
+        with suppress(OSError, ValueError):  # macOS has another limit below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return soft
 
 
 def _open_log(path: Path | None) -> IO[bytes]:

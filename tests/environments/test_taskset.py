@@ -269,6 +269,26 @@ def test_a_taskset_that_does_not_suit_is_refused(given, message):
         load_taskset(given)
 
 
+@pytest.mark.parametrize("name", ["math", "sys", "json", "pydantic", "numpy"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_file_with_the_name_of_a_package_is_refused(monkeypatch, tmp_path, name, is_first):
+    """The file hides the package if its folder comes first on the path; otherwise the package
+    hides the file."""
+    monkeypatch.setattr(taskset, "version", lambda _: "0.4.0")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path] if is_first else [*sys.path])
+    (tmp_path / f"{name}.py").write_text("raise AssertionError('executed')\n")
+    said = rf"taskset = '.*{name}.py': the file has the name of another module, {name} \(.*rename"
+    with pytest.raises(DataError, match=f"{said} the file, for example {name}_tasks.py"):
+        load_taskset(TasksetSource(str(tmp_path / f"{name}.py")))
+
+
+@needs_verifiers
+def test_a_taskset_named_verifiers_is_refused_by_the_process_that_describes_it(tmp_path):
+    (tmp_path / "verifiers.py").write_text("import verifiers.v1\n")
+    with pytest.raises(DataError, match=r"another module, verifiers \(.*rename the file"):
+        describe_tasks(TasksetSource(str(tmp_path / "verifiers.py")))
+
+
 @needs_verifiers
 def test_a_harness_may_run_commands_if_the_recipe_says_so():
     env = {"agent": {"harness": {"id": "bash"}}}

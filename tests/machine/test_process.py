@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,7 +18,13 @@ from typing import Any
 import pytest
 
 from burnish.errors import ChildError
-from burnish.machine.process import ChildProcess, exit_status, run_command
+from burnish.machine.process import (
+    OPEN_FILES,
+    ChildProcess,
+    exit_status,
+    raise_open_files,
+    run_command,
+)
 
 PATIENCE = 10.0
 GRANDCHILD = """
@@ -182,3 +189,23 @@ def test_the_output_of_a_command() -> None:
 def test_exit_codes_in_words() -> None:
     assert exit_status(3) == "exited with 3"
     assert exit_status(-9) == "was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"), [(50, 300, 300), (50, 10**9, OPEN_FILES), (10**8, 10**9, 10**8)]
+)
+def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, soft, hard, expected):
+    limits = [soft, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(2), new))
+    assert raise_open_files() == expected
+    assert limits == [expected, hard]
+
+
+def test_a_limit_of_open_files_that_the_system_refuses_is_kept(monkeypatch):
+    def refuse(*_):
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert raise_open_files() == 256

@@ -7,12 +7,19 @@ import socket
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from burnish.engine.endpoint.answers import error_response
+from burnish.engine.endpoint.backend import RequestRefused
 from burnish.engine.endpoint.thread import EngineThread
 from burnish.errors import EngineError, RunError
+from burnish.machine.process import raise_open_files
 
-CONNECTIONS, GRACE = 1000, 5
-"""Maximum number of connections, and the seconds in which they must end when the server stops."""
+CONNECTIONS, GRACE = 10_000, 5
+"""Maximum number of connections, and the seconds in which they must end when the server stops. The
+system's limit of open files may permit fewer connections."""
+RESERVED = 200
+"""Open files of the process that are no connections."""
 KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open. Clients close theirs earlier (OpenAI's after 5
 s), so that no request is sent to a connection that the server is closing."""
@@ -32,10 +39,23 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: Starlette) -> uvicorn.Server:
-    """Return a uvicorn server for an application, with at most `CONNECTIONS` connections and
-    without logs. `run_server` runs it."""
+    """Return a uvicorn server for an application, without logs. `run_server` runs it.
+
+    This process's limit of open files is raised to the system's. A request on a connection beyond
+    `CONNECTIONS`, or beyond the open files, gets status 503.
+    """
+    most = min(CONNECTIONS, max(raise_open_files() - RESERVED, 16))
+
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = app
+        if len(server.server_state.connections) > most:
+            message = f"the server has {most} open connections, its maximum; try again later"
+            answer = error_response(RequestRefused(503, message))
+            answer.headers["connection"] = "close"
+        await answer(scope, receive, send)
+
     config = uvicorn.Config(
-        app,
+        limited,
         http="h11",
         ws="none",
         lifespan="off",
@@ -43,11 +63,11 @@ def make_server(app: Starlette) -> uvicorn.Server:
         log_level="error",
         access_log=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=GRACE,
     )
-    return uvicorn.Server(config)
+    server = uvicorn.Server(config)  # which ``limited`` needs
+    return server
 
 
 async def run_server(server: uvicorn.Server, thread: EngineThread, listener: socket.socket) -> None:

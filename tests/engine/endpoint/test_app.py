@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 import pytest
 import tiny
 
-from burnish.engine.endpoint import access, app
+from burnish.engine.endpoint import access, app, server
 from burnish.engine.endpoint.answers import AnswerWriter
 from burnish.engine.endpoint.backend import AnswerPiece, Asked
 from burnish.engine.endpoint.requests import CompletionRequest
@@ -305,6 +305,21 @@ def test_a_full_queue_refuses_requests():
         assert client.ask(PROMPT)[0] == 200
         status, found = client.ask(PROMPT | {"n": 2})
         assert (status, "try again later" in found["error"]["message"]) == (429, True)
+
+
+def test_a_connection_beyond_the_maximum_is_refused(monkeypatch):
+    monkeypatch.setattr(server, "CONNECTIONS", 4)
+    with serving(make_engine(), TOKENIZER) as client:
+        kept = [client.open(PROMPT) for _ in range(4)]
+        assert [connection.getresponse().status for connection in kept] == [200] * 4
+        for _ in range(3):
+            status, found = client.ask(PROMPT)
+            assert (status, found["error"]["type"]) == (503, "server_error")
+            assert "the server has 4 open connections" in found["error"]["message"]
+        kept.pop().close()
+        until(lambda: client.ask(PROMPT)[0] == 200)
+        for connection in kept:
+            connection.close()
 
 
 def test_a_server_that_stops_answers_and_ends():

@@ -1,5 +1,6 @@
 """The server as a process of its own: requests pass through its channel, and it can be killed."""
 
+import asyncio
 import json
 import os
 import signal
@@ -27,8 +28,9 @@ CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments
 class Answering:
     """A server process, and a thread that answers its requests by ``answer``."""
 
-    def __init__(self, answer):
-        self.answer, self.requests = answer, []
+    def __init__(self, answer, prefix=()):
+        """``prefix``: a command that executes the server's command."""
+        self.answer, self.requests, self.prefix = answer, [], prefix
         self.listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.start()
@@ -36,11 +38,14 @@ class Answering:
     def start(self):
         self.channel, theirs = Pipe()
         listener = self.listener.dup()
-        command = [sys.executable, "-P", "-m", "burnish.engine.endpoint.channel"]
+        command = [*self.prefix, sys.executable, "-P", "-m", "burnish.engine.endpoint.channel"]
         given = [str(listener.fileno()), str(theirs.fileno()), json.dumps(CARD)]
         path = {"PYTHONPATH": str(Path(burnish.__file__).parents[1])}
         self.process = ChildProcess(
-            [*command, *given], name="the server", inherited=[listener, theirs], env=path
+            [*command, *given],
+            name="the server",
+            inherited=[listener, theirs],
+            env=path,
         )
         self.thread = threading.Thread(target=self.run, args=[self.channel], daemon=True)
         self.thread.start()
@@ -188,6 +193,32 @@ def test_many_requests_at_once_keep_their_answers(server):
     with server.client() as own, ThreadPoolExecutor(16) as pool:
         found = pool.map(lambda i: ask(own, str(i)).choices[0].message.content, range(100))
         assert list(found) == [f"s {i}" for i in range(100)]
+
+
+def test_the_server_raises_its_limit_of_open_files():
+    """All 240 clients are connected at the same time: none is answered before the last one asks."""
+    waiting, everyone = [], threading.Event()
+
+    def answer(message):
+        waiting.append(message["call"])
+        if len(waiting) == 240:
+            everyone.set()
+            for call in waiting[:-1]:
+                server.channel.send_bytes(json.dumps({"call": call} | echo(message)).encode())
+            return echo(message)
+        return None
+
+    async def ask_all():
+        given = {"base_url": f"{server.url}/v1", "api_key": "x", "max_retries": 0, "timeout": 120}
+        async with openai.AsyncOpenAI(**given) as own:
+            body = {"model": "any", "messages": [USER]}
+            return await asyncio.gather(*(own.chat.completions.create(**body) for _ in range(240)))
+
+    limit = ("sh", "-c", 'ulimit -S -n 100; exec "$@"', "sh")
+    with closing(Answering(answer, limit)) as server:
+        found = asyncio.run(ask_all())
+    assert everyone.is_set()
+    assert len(found) == 240
 
 
 def test_a_killed_server_is_replaced_on_the_same_port():
