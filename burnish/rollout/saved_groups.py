@@ -35,7 +35,10 @@ PER_TOKEN = ("token_ids", "logprobs", "versions", "sampled", "values")
 """Fields of a completion that are saved as tensors."""
 TUPLES = ("stop", "stop_ids", "turn_temperatures")
 """Sampling parameters that are tuples, and lists in JSON."""
-NAMES = ("request_id", "sample_index", "stop", "text", "in_loss", "continued")
+NAMES = (
+    *("request_id", "sample_index", "stop", "text", "in_loss", "continued"),
+    *("continuations", "continuation_errors"),
+)
 """Fields of a completion that are saved as JSON."""
 
 
@@ -68,6 +71,7 @@ def load_held(
         nonlocal first
         end = first + saved["length"]
         fields: dict[str, Any] = {name: saved[name] for name in NAMES if name in saved}
+        fields["continuation_errors"] = tuple(fields.get("continuation_errors", ()))
         fields |= {name: values[first:end] for name, values in arrays.items()}
         first = end
         fields |= _load_episode(saved["episode"]) if "episode" in saved else {}
