@@ -120,8 +120,8 @@ def _load_episode(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "turns": tuple(turns),
         "sequences": tuple(
-            SequenceStart(start, np.array(prompt, np.int32), tuple(messages))
-            for start, prompt, messages in saved["sequences"]
+            SequenceStart(start, np.array(prompt, np.int32), *map(tuple, messages))
+            for start, prompt, *messages in saved["sequences"]  # older checkpoints have no messages
         ),
         "limit": saved["limit"] and Limit(saved["limit"]),
         "first_messages": None if first is None else tuple(first),

@@ -118,14 +118,17 @@ def test_groups_of_a_checkpoint_from_before_credit_per_turn_are_read() -> None:
     """Both of its forms: JSON of a checkpoint, and pickles that actors exchange."""
     turns = (Turn(0, 3, "one", (), 0.5, {}, None),)
     group = made(7, [3, 2], no_values)
-    completions = tuple(replace(c, turns=turns[: c.sample_index == 0]) for c in group.completions)
-    group = replace(group, completions=completions)
+    sequences = (SequenceStart(1, np.arange(4, dtype=np.int32)),)
+    first, other = group.completions
+    first = replace(first, turns=turns, sequences=sequences)
+    group = replace(group, completions=(first, other))
     tensors, rows = save_held([[group]])
     (row,) = json.loads(json.dumps(rows))[0]
     for grade in row["grades"]:
         del grade["turn_weight"]
     for completion in row["completions"]:
         del completion["continuations"], completion["continuation_errors"]
+    row["completions"][0]["episode"]["sequences"] = [[1, [0, 1, 2, 3]]]
     del row["params"]["turn_temperatures"]
     ((found,),) = load_held(tensors, [[row]], prompt)
     pickled = pickle.loads(pickle.dumps(group))
@@ -139,6 +142,7 @@ def test_groups_of_a_checkpoint_from_before_credit_per_turn_are_read() -> None:
         assert [grade.turn_weight for grade in old.grades] == [1.0, 1.0]
         assert [(c.continuations, c.continuation_errors) for c in old.completions] == [(0, ())] * 2
         assert old.completions[0].turns == turns
+        assert repr(old.completions[0].sequences) == repr(sequences)
         batch = pack([replace(old, grades=(old.grades[0],) * 2)])
         assert batch.turn_rewards is not None
         assert batch.turn_rewards.nansum() == pytest.approx(0.2)
