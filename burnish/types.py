@@ -195,6 +195,10 @@ class Completion:
     the recipe does not estimate step values."""
     continued: int = 0
     """Number of additional tokens that were sampled to estimate step values or a greedy reward."""
+    continuations: int = 0
+    """Number of continuations that were sampled to estimate step values."""
+    continuation_errors: tuple[str, ...] = ()
+    """Messages of the continuations without a grade, which no step value includes."""
     turns: tuple[Turn, ...] = ()
     """The turns of an episode with an environment; empty for other responses."""
     limit: Limit | None = None

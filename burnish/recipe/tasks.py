@@ -328,10 +328,13 @@ class EnvironmentTask(RowsTask):
     reward: str | None = Field(
         None,
         description="FILE.py:NAME or a built-in name of a reward for the last message, for "
-        "environments that give no reward; None: they give rewards",
+        "environments that give no reward ('none' if only a reward model grades); None: they give "
+        "rewards",
     )
     judge: JudgeConfig | None = Field(
-        None, description="language model that grades the last message by a rubric; None: no judge"
+        None,
+        description="language model that grades the last message by a rubric, for environments "
+        "that give no reward; None: no judge",
     )
     rubric: Rubric | None = Field(None, description="rubric of rows without a rubric")
     evolve: EvolveConfig | None = Field(
@@ -380,7 +383,7 @@ class EnvironmentTask(RowsTask):
         if self.environment is None and self.reward is None and self.judge is None:
             raise ValueError(
                 "needs a reward for the last message, because no environment gives one; set "
-                "task.reward = 'FILE.py:NAME'"
+                "task.reward = 'FILE.py:NAME' or, with a reward model, task.reward = 'none'"
             )
         given = self.turn_temperatures or []
         if len(given) > self.turns:

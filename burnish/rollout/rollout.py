@@ -204,29 +204,31 @@ def is_aborted(completion: Completion) -> bool:
 
 def check_errors(groups: Sequence[Group], *, limit: float, requested: int = 0) -> None:
     """Raise a GraderError if more than the share ``limit`` of the grades are errors: failures of
-    the grader, or samples that the engine aborted.
+    the grader or of environments, or samples that the engine aborted. The same limit holds for the
+    grades of continuations, which value the steps of responses.
 
     ``requested``: number of responses that were requested, if it is larger than the number in
     ``groups``; the share is relative to it. The error quotes some of the messages, each with the
     first response that has it, and the response's data row.
     """
     graded = [(group.prompt, *pair) for group in groups for pair in group.graded]
-    errors = [given for given in graded if given[2].is_error]
-    if len(errors) <= limit * max(requested, len(graded)):
-        return
-    failures = (
-        (
-            f"response {completion.sample_index} to {prompt.prompt_id}",
-            completion.text,
-            prompt.reference,
-            grade.message or "no message",
-        )
-        for prompt, completion, grade in errors
-    )
-    raise GraderError(
-        f"{len(errors)} of {len(graded)} responses got no grade, more than a share of {limit:g}; "
-        f"{name_failures(failures)}"
-    )
+
+    def named(prompt: Prompt, completion: Completion, message: str | None) -> tuple[Any, ...]:
+        name = f"response {completion.sample_index} to {prompt.prompt_id}"
+        return name, completion.text, prompt.reference, message or "no message"
+
+    def check(kind: str, errors: Sequence[tuple[Any, ...]], count: int, total: int) -> None:
+        if len(errors) > limit * total:
+            raise GraderError(
+                f"{len(errors)} of {count} {kind} got no grade, more than a share of {limit:g}; "
+                f"{name_failures(named(*failure) for failure in errors)}"
+            )
+
+    errors = [(prompt, c, grade.message) for prompt, c, grade in graded if grade.is_error]
+    check("responses", errors, len(graded), max(requested, len(graded)))
+    continued = [(prompt, c, said) for prompt, c, _ in graded for said in c.continuation_errors]
+    count = sum(c.continuations for _, c, _ in graded)
+    check("continuations of responses", continued, count, count)
 
 
 def drop_errors(

@@ -35,7 +35,10 @@ PER_TOKEN = ("token_ids", "logprobs", "versions", "sampled", "values")
 """Fields of a completion that are saved as tensors."""
 TUPLES = ("stop", "stop_ids", "turn_temperatures")
 """Sampling parameters that are tuples, and lists in JSON."""
-NAMES = ("request_id", "sample_index", "stop", "text", "in_loss", "continued")
+NAMES = (
+    *("request_id", "sample_index", "stop", "text", "in_loss", "continued"),
+    *("continuations", "continuation_errors"),
+)
 """Fields of a completion that are saved as JSON."""
 
 
@@ -68,6 +71,7 @@ def load_held(
         nonlocal first
         end = first + saved["length"]
         fields: dict[str, Any] = {name: saved[name] for name in NAMES if name in saved}
+        fields["continuation_errors"] = tuple(fields.get("continuation_errors", ()))
         fields |= {name: values[first:end] for name, values in arrays.items()}
         first = end
         fields |= _load_episode(saved["episode"]) if "episode" in saved else {}
@@ -116,8 +120,8 @@ def _load_episode(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "turns": tuple(turns),
         "sequences": tuple(
-            SequenceStart(start, np.array(prompt, np.int32), tuple(messages))
-            for start, prompt, messages in saved["sequences"]
+            SequenceStart(start, np.array(prompt, np.int32), *map(tuple, messages))
+            for start, prompt, *messages in saved["sequences"]  # older checkpoints have no messages
         ),
         "limit": saved["limit"] and Limit(saved["limit"]),
         "first_messages": None if first is None else tuple(first),

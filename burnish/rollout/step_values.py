@@ -10,6 +10,9 @@ and cost nothing.
 A continuation of an episode has an environment of its own, in a new process: it is reset with the
 row and the seed of the episode, and takes the recorded actions, before the policy plays on. So only
 deterministic environments can be used.
+
+A continuation without a grade, because the grader or its environment failed or the engine aborted
+it, is left out of the mean and counted; `burnish.rollout.rollout.check_errors` limits their share.
 """
 
 from __future__ import annotations
@@ -194,25 +197,32 @@ def _value(
     costs of grading the branches added. The value of a step is the mean reward of its
     continuations; if none of them has a grade, the response's grade becomes an error."""
     values, tokens = np.full(len(completion.token_ids), np.nan, dtype=np.float32), 0
+    count, errors = 0, list[str]()
     for start, completions in ((b.start, b.completions) for b in completion.branches or ()):
         grades = list(islice(branched, len(completions)))
         grade = add_costs(grade, grades)
         rewards = [own.reward for own in grades if not own.is_error]
+        errors += [own.message or "no message" for own in grades if own.is_error]
+        count += len(grades)
         tokens += sum(int(c.sampled[start:].sum()) for c in completions)
         if rewards:
             values[start] = np.mean(rewards)
         else:
             message = f"no continuation from token {start} has a grade: {grades[0].message}"
             grade = Grade(math.nan, {}, Status.ERROR, message, grade.cost)
-    return replace(completion, branches=None, values=values, continued=tokens), grade
+    valued = replace(completion, branches=None, values=values, continued=tokens)
+    return replace(valued, continuations=count, continuation_errors=tuple(errors)), grade
 
 
 def describe_steps(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute ``steps_per_response``, the mean number of steps, and ``continuation_tokens``, the
-    number of tokens that were sampled for step values or greedy baselines. Metrics that do not
-    apply are left out: the result is empty if the recipe samples neither."""
+    """Compute ``steps_per_response``, the mean number of steps, ``continuation_errors``, the number
+    of continuations without a grade, and ``continuation_tokens``, the number of tokens that were
+    sampled for step values or greedy baselines. Metrics that do not apply are left out: the result
+    is empty if the recipe samples neither."""
     completions = [c for group in groups for c in group.completions]
     counts = [np.isfinite(c.values).sum() for c in completions if c.values is not None]
     found = {"steps_per_response": float(np.mean(counts))} if counts else {}
+    if counts:
+        found["continuation_errors"] = float(sum(len(c.continuation_errors) for c in completions))
     continued = float(sum(c.continued for c in completions))
     return found | {"continuation_tokens": continued} if counts or continued else found

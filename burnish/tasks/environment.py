@@ -2,7 +2,8 @@
 earns the rewards that its environment gives.
 
 A user's environment decides what a row means; a row is any JSON object. The rewards of an episode's
-turns are added. If the environment gives none, the recipe's reward grades the last turn's text.
+turns are added. If the environment gives none, the recipe's reward grades the last turn's text. A
+judge grades the last turn, too, and the environment then must not give rewards.
 With tools and without an environment, rows have prompts, as in the task "files".
 """
 
@@ -91,6 +92,8 @@ class EpisodeTask:
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         rewards = [episode_reward(completion) for _, completion in pairs]
+        if self.config.judge is not None:
+            self._check_unrewarded(rewards)
         ungraded = [
             (completion.turns[-1].text, _with_messages(prompt, completion, dict(prompt.reference)))
             for (prompt, completion), reward in zip(pairs, rewards, strict=True)
@@ -101,6 +104,16 @@ class EpisodeTask:
             self._grade(completion, reward, graded)
             for (_, completion), reward in zip(pairs, rewards, strict=True)
         ]
+
+    def _check_unrewarded(self, rewards: Sequence[float | None]) -> None:
+        """Raise a DataError if the environment gives rewards beside the judge."""
+        given = next((reward for reward in rewards if reward is not None), None)
+        if given is not None:
+            raise DataError(
+                f"task.judge grades the last message of an episode, and {_name(self.config)} gave "
+                f"an episode the reward {given:g} itself, so that one of the two would be ignored; "
+                "return no reward from step, or remove task.judge and task.rubric"
+            )
 
     def _grade(
         self, completion: Completion, reward: float | None, graded: Iterator[Grade]
@@ -122,7 +135,7 @@ class EpisodeTask:
             return replace(grade, parts=parts | grade.parts)
         message = (
             "the environment gave no reward; return a reward from step, or set task.reward to a "
-            "function that grades the last message"
+            "function that grades the last message, or, with a reward model, task.reward = 'none'"
         )
         return Grade(math.nan, parts, Status.ERROR, message)
 

@@ -135,3 +135,22 @@ def test_steps_and_tasks_that_do_not_go_together(folder):
     ):
         with pytest.raises(ConfigError, match=r"objective\.advantage = 'vine'"):
             load_recipe("keywords", [*EPISODES, *VINE, wrong])
+
+
+def test_continuations_whose_environment_fails_are_counted_and_limited(folder):
+    """They are no 0: the recorded values are means of the others' rewards, which are 1."""
+    game = GAME.replace(
+        '"reward": (sum(map(ord, text)) % 11) / 10,', '"reward": float(len(self.heard) == 1),'
+    ).replace("        return {", "        if turns == 3 and sum(map(ord, text)) % 5 == 0:\n"
+              "            raise RuntimeError('no third turn')\n        return {", 1)  # fmt: skip
+    (folder / "game.py").write_text(game)
+    settings = [*EPISODES, *VINE, "train.steps=1"]
+    allowed = "rollout.max_errors=1"
+    run = api.train("keywords", overrides=[*settings, allowed], out=folder / "run")
+    (step,) = run.metrics[1:]
+    assert step["rollout/continuation_errors"] > 0
+    for row in recorded(run):
+        if row["status"] != "error":
+            assert {value for _, value in row["steps"]} == {1.0}
+    with pytest.raises(GraderError, match=r"no third turn"):
+        api.train("keywords", overrides=[*settings, "rollout.max_errors=0"], out=folder / "other")

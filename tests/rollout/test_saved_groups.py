@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from burnish.rollout.packing import pack
 from burnish.rollout.saved_groups import load_held, save_held
 from burnish.types import (
     Completion,
@@ -57,6 +59,8 @@ def made(index: int, lengths: list[int], values: Any) -> Group:
             "a\ud7ff text",
             values=values(length),
             continued=index * k,
+            continuations=2 * k,
+            continuation_errors=("it failed",) * k,
         )
         for k, length in enumerate(lengths)
     )
@@ -108,6 +112,41 @@ def test_groups_of_a_checkpoint_from_before_a_setting_have_its_default() -> None
         del row["params"]["min_p"], row["params"]["repetition_penalty"]
     ((group,),) = load_held(tensors, rows, prompt)
     assert group.completions[0].params == made(7, [3, 2], no_values).completions[0].params
+
+
+def test_groups_of_a_checkpoint_from_before_credit_per_turn_are_read() -> None:
+    """Both of its forms: JSON of a checkpoint, and pickles that actors exchange."""
+    turns = (Turn(0, 3, "one", (), 0.5, {}, None),)
+    group = made(7, [3, 2], no_values)
+    sequences = (SequenceStart(1, np.arange(4, dtype=np.int32)),)
+    first, other = group.completions
+    first = replace(first, turns=turns, sequences=sequences)
+    group = replace(group, completions=(first, other))
+    tensors, rows = save_held([[group]])
+    (row,) = json.loads(json.dumps(rows))[0]
+    for grade in row["grades"]:
+        del grade["turn_weight"]
+    for completion in row["completions"]:
+        del completion["continuations"], completion["continuation_errors"]
+    row["completions"][0]["episode"]["sequences"] = [[1, [0, 1, 2, 3]]]
+    del row["params"]["turn_temperatures"]
+    ((found,),) = load_held(tensors, [[row]], prompt)
+    pickled = pickle.loads(pickle.dumps(group))
+    for record, names in (
+        *((grade, ["turn_weight"]) for grade in pickled.grades),
+        *((c, ["continuations", "continuation_errors"]) for c in pickled.completions),
+    ):
+        for name in names:
+            del record.__dict__[name]
+    for old in (found, pickle.loads(pickle.dumps(pickled))):
+        assert [grade.turn_weight for grade in old.grades] == [1.0, 1.0]
+        assert [(c.continuations, c.continuation_errors) for c in old.completions] == [(0, ())] * 2
+        assert old.completions[0].turns == turns
+        assert repr(old.completions[0].sequences) == repr(sequences)
+        batch = pack([replace(old, grades=(old.grades[0],) * 2)])
+        assert batch.turn_rewards is not None
+        assert batch.turn_rewards.nansum() == pytest.approx(0.2)
+        save_held([[old]])
 
 
 def test_nothing_is_saved_of_no_groups() -> None:

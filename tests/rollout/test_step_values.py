@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from burnish.engine.protocol import Request
-from burnish.errors import ConfigError
+from burnish.errors import ConfigError, GraderError
 from burnish.learner.program import compile
 from burnish.randomness import Stream, uniforms
 from burnish.recipe.load import load_recipe
 from burnish.rollout.packing import pack, take
-from burnish.rollout.rollout import costs, describe, drop_errors, grade
+from burnish.rollout.rollout import ABORTED, check_errors, costs, describe, drop_errors, grade
 from burnish.rollout.step_values import Branching, starts_of
 from burnish.types import Branch, Completion, Finish, Grade, Prompt, SamplingParams, Scores, Status
 from tests.conftest import aborted, make_group
@@ -175,6 +175,29 @@ def test_a_step_without_any_grade_makes_its_sample_an_error() -> None:
     (left,), dropped = drop_errors([group])
     assert len(left.grades) == 2
     assert dropped["rollout/dropped_samples"] == 1
+
+
+def test_continuations_without_a_grade_are_counted_and_limited() -> None:
+    """As responses are: 2 of 8 fail, one of them aborted by the engine."""
+    some = Branch(2, continued(["good", "bad", "good", "fails"]))
+    more = Branch(3, (*continued(["good", "bad", "good"]), aborted(continued(["good"])[0])))
+    (group,) = grade(TASK, [(7, HEAD)], sampled((some,), (more,), ()))  # type: ignore[arg-type]
+    assert [c.continuations for c in group.completions] == [4, 4, 0]
+    assert group.completions[0].continuation_errors == ("fails fails",)
+    assert group.completions[1].continuation_errors == (ABORTED.message,)
+    assert not any(own.is_error for own in group.grades)
+    assert describe([group])["rollout/continuation_errors"] == 2
+    check_errors([group], limit=0.25)
+    with pytest.raises(GraderError) as raised:
+        check_errors([group], limit=0.24)
+    assert str(raised.value).startswith(
+        "2 of 8 continuations of responses got no grade, more than a share of 0.24; mend what the "
+        "messages name, or raise rollout.max_errors. response 0 to p ('r0', row None): fails fails;"
+    )
+    fine = Branch(2, continued(["good", "bad"]))
+    (group,) = grade(TASK, [(7, HEAD)], sampled((fine,), ()))  # type: ignore[arg-type]
+    assert describe([group])["rollout/continuation_errors"] == 0
+    check_errors([group], limit=0)
 
 
 def test_what_judges_of_continuations_cost_is_counted() -> None:

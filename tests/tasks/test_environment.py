@@ -107,7 +107,11 @@ def test_failures_are_errors_and_never_zero(make):
     task = make()
     for turns, said in (
         ((turn(1.0), turn(error="step: took more than 20 s")), "took more than 20 s"),
-        ((turn(),), "gave no reward; return a reward from step, or set task.reward"),
+        (
+            (turn(),),
+            "gave no reward; return a reward from step, or set task.reward to a function that "
+            "grades the last message, or, with a reward model, task.reward = 'none'",
+        ),
     ):
         grade = graded(task, *turns)
         assert (math.isnan(grade.reward), grade.status) == (True, Status.ERROR)
@@ -126,6 +130,23 @@ def test_a_reward_grades_the_last_turn_with_all_messages(make, tmp_path):
     assert (grade.reward, grade.correct) == (1.0, True)
     assert grade.parts == {"n": task.prompt(0).reference["n"], "ok": 1.0}
     assert graded(task, turn(0.25, text="b")).reward == 0.25  # the environment's own comes first
+
+
+def test_without_any_reward_a_reward_model_grades_alone(make):
+    task = make(reward="none")
+    grade = graded(task, turn(text="a"))
+    assert (grade.reward, grade.status, grade.correct) == (0.0, Status.SCORED, None)
+
+
+def test_a_judge_beside_the_environments_own_rewards_is_refused(make):
+    """One of the two would be ignored."""
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "m", "tries": 1, "seconds": 1}
+    task = make(judge=judge, rubric=[["It is polite.", 1.0]])
+    told = r"^task\.judge grades the last message .*game\.py:Game gave an episode the reward 0\.5 "
+    told += r"itself.*; return no reward from step, or remove task\.judge and task\.rubric$"
+    with pytest.raises(DataError, match=told):
+        graded(task, turn(0.5), turn())
+    assert "the judge" in graded(task, turn(), turn()).message  # nobody answers there
 
 
 def test_environments_that_fail_to_start(make, tmp_path):
