@@ -8,8 +8,9 @@ through an OpenAI-compatible server.
 A sample that an ``AgentEngine`` returns is a whole episode: all token sequences of all of its
 conversations (`burnish.rollout.histories`). To all other code it is an engine like any other.
 
-In lockstep, requests wait until every live episode has one or has ended, and are then sampled
-together, in the order of the episodes. Freely, each request is sampled as soon as it arrives.
+In lockstep, requests wait until every live episode has one or has ended, and no queued episode may
+begin. They are then sampled together, in the order of the episodes. Freely, each request is sampled
+as soon as it arrives.
 
     state of an episode           ends when
     queued                        fewer than `AgentLimits.live` episodes are live
@@ -247,9 +248,11 @@ class AgentEngine:
         self._begin()
         if self._live:
             is_busy = bool(passed or self._undelivered or self.engine.unfinished)
+            is_busy |= not self._is_free and self._is_round_complete()
             self._listen(0.0 if is_busy else WAIT_SECONDS)
-            self._submit()
             self._finish()
+            self._begin()  # in lockstep, the next round has the requests of these episodes, too
+            self._submit()
         done, self._undelivered = self._undelivered, []
         return passed + done
 
@@ -399,14 +402,19 @@ class AgentEngine:
                 "[rollout] settings hold instead",
             )
 
+    def _is_round_complete(self) -> bool:
+        """Return whether no answer is being sampled, and every live episode has a request or has
+        ended."""
+        plays = self._live.values()
+        return not self._sampling and all(play.asked or play.is_over for play in plays)
+
     def _submit(self) -> None:
-        """Submit the requests that wait: in lockstep, if no answer is being sampled and every live
-        episode has a request or has ended."""
-        plays = list(self._live.values())
-        if not self._is_free and (
-            self._sampling or not all(play.asked or play.is_over for play in plays)
-        ):
+        """Submit the requests that wait: in lockstep, if the round is complete. Episodes that have
+        ended are delivered first, because the caller may then submit further ones, which belong to
+        the round."""
+        if not self._is_free and (self._undelivered or not self._is_round_complete()):
             return
+        plays = list(self._live.values())
         whole: list[tuple[_Play, Request, _Sampling]] = []
         for play in plays:
             for asked in list(play.asked):

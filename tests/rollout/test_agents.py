@@ -9,6 +9,7 @@ import pytest
 
 from burnish.rollout.histories import canonical
 from burnish.rollout.packing import pack
+from burnish.rollout.rollout import complete
 from burnish.rollout.saved_groups import load_held, save_held
 from burnish.runs.responses import rows
 from burnish.types import Episode, Finish, Grade, Group, Limit, Prompt
@@ -415,3 +416,79 @@ def test_rows_show_the_messages_of_each_conversation():
     first = [one["messages"][0]["content"] for one in row["sequences"]]
     assert first[:4] == ["plan", "solve", "solve", "solve"]
     assert row["first_messages"] == []
+
+
+class Delayed(ScriptedAgents):
+    """The results and requests of some episodes arrive only at a later step."""
+
+    def __init__(self, agent, late):
+        super().__init__(agent)
+        self.late, self.held, self.seen = late, [], set()
+
+    def receive(self):
+        found = super().receive()
+        late = [one for one in found if self.late("request", one["session"])]
+        due, self.held = self.held, [[3, one] for one in late] + self.held
+        self.held = [[left - 1, one] for left, one in self.held if left]
+        ready = [one for left, one in due if not left]
+        return [one for one in found if one not in late] + ready
+
+    def poll(self, seconds):
+        found = super().poll(seconds)
+        ends = {name for name, one in found.items() if one.done and self.late("end", name)}
+        late = ends - self.seen
+        self.seen |= ends
+        self.results |= {name: found.pop(name) for name in late}
+        return found
+
+
+def rounds_of(agents, monkeypatch, requests, **how):
+    """The samples that the engine got in each round of lockstep."""
+    rounds = []
+    engine, _ = wrapped(agents, **how)
+    submit, prepare = engine._submit_run, engine._submit
+
+    def submit_run(run):
+        rounds[-1] += [play.request.request_id + str(play.sample) for play, *_ in run]
+        submit(run)
+
+    def submit_all():
+        rounds.append([])
+        prepare()
+
+    engine._submit_run, engine._submit = submit_run, submit_all
+    extra = [asked("x", 1, 9)]
+
+    def further(answered):
+        return [extra.pop()] if extra and answered[0][0].request_id == "r" else []
+
+    complete(engine, [asked(*one, min_tokens=6) for one in requests], further=further)
+    return [sorted(one) for one in rounds if one]
+
+
+@pytest.mark.parametrize("live", [2, 8])
+@pytest.mark.parametrize(
+    "late",
+    [
+        lambda kind, session: False,
+        lambda kind, session: kind == "request",
+        lambda kind, session: kind == "request" and session.startswith("s."),
+        lambda kind, session: kind == "end",
+    ],
+    ids=["at once", "late requests", "late requests of one", "a late end"],
+)
+def test_a_round_of_lockstep_does_not_depend_on_the_time(monkeypatch, late, live):
+    """Queued episodes, and those that the caller submits when a group ends, begin before the next
+    round."""
+
+    def agent(row, sample):
+        for _ in range(1 + sample):
+            yield [chat(("user", "go"))]
+        return 1.0
+
+    given = [("r", 1, 0), ("s", 4, 1)]
+    found = rounds_of(Delayed(agent, late), monkeypatch, given, live=live, **SHORT)
+    assert found == {
+        2: [["r0", "s0"], ["s1", "s2"], ["s1", "s2"], ["s2", "s3"]] + [["s3", "x0"]] + [["s3"]] * 2,
+        8: [["r0", "s0", "s1", "s2", "s3"], ["s1", "s2", "s3", "x0"], ["s2", "s3"], ["s3"]],
+    }[live]
