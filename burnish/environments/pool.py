@@ -106,7 +106,7 @@ class _Record:
         self.is_running = found.error is None
         said = "" if self.position >= len(self.observed) else ", in a replay after a kill"
         if found.error is not None:
-            self.fail(found.error + said, found.seconds)
+            self.failure = replace(found, error=found.error + said)
         elif not said:
             self.observed.append(found)
         elif replace(found, seconds=0.0) != replace(self.observed[self.position], seconds=0.0):

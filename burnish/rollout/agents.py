@@ -74,7 +74,8 @@ class AgentLimits:
     """Maximum number of tokens of all sequences of an episode together, with their prompts; None:
     unlimited."""
     turns: int = 64
-    """Maximum number of requests that are answered in an episode."""
+    """Maximum number of requests of an episode that are accepted: they are answered, or being
+    answered. Repeated and refused ones do not count."""
     turn_tokens: int | None = None
     """Maximum number of tokens of an answer; None: no own limit."""
     seconds: float = 300.0
@@ -102,6 +103,8 @@ class _Play:
     """The last request with each body, which a repeated request is answered from."""
     requests: int = 0
     """Number of requests, without repeated ones."""
+    accepted: int = 0
+    """Number of requests whose answer is sampled, or was."""
     repeated: int = 0
     """Number of repeated requests, which were answered from the record."""
     used: int = 0
@@ -146,6 +149,8 @@ class _Asked:
     choices: dict[int, AnsweredChoice] = field(default_factory=dict)
     reply: Mapping[str, Any] | None = None
     """The answer; None before it is complete."""
+    is_accepted: bool = False
+    """Whether it counts in ``task.turns``: a choice is sampled, or was."""
 
 
 @dataclass(eq=False)
@@ -159,6 +164,9 @@ class _Sampling:
     """Number of tokens of responses that the answer may add, with inserted tokens."""
     uses: int
     """The same number with the prompt of a new sequence."""
+    cut: Limit | None
+    """The limit of the episode that the answer reaches if it has its maximum length; None if its
+    own limits are not larger."""
 
 
 class AgentEngine:
@@ -353,7 +361,7 @@ class AgentEngine:
     def _stop_sampling(self, play: _Play) -> None:
         """Refuse the requests of an episode that are not sampled, and abort the others; the engine
         returns what it has sampled."""
-        for asked in play.asked:
+        for asked in list(play.asked):  # a refused request is removed
             asked.waiting.clear()
             if not any(one.asked is asked for one in self._sampling.values()):
                 self._refuse(asked, 403, "the episode has ended")
@@ -430,7 +438,7 @@ class AgentEngine:
         """Return the engine's request for the next choice of an agent's request; None if it was
         refused, or waits for answers that are being sampled."""
         choice, most = asked.waiting[0], play.request.params.max_tokens
-        if choice == 0 and sum(play.record.kinds.values()) >= self._limits.turns:
+        if not asked.is_accepted and play.accepted >= self._limits.turns:
             self._reach(asked, Limit.TURNS, f"{self._limits.turns} requests (task.turns)")
             return None
         try:
@@ -457,10 +465,16 @@ class AgentEngine:
                 full = f"{most} tokens of responses (rollout.max_tokens)"
             self._reach(asked, limit, full)
             return None
-        longest = min(room, max(1, free // len(asked.waiting)))
+        share = max(1, free // len(asked.waiting))
+        cut: Limit | None = Limit.TOKENS if share < room else Limit.CONTEXT
+        longest = min(room, share)
         for own in (limits.turn_tokens, self._answers.most_tokens(asked.fields)):
-            longest = longest if own is None else min(longest, own)
+            if own is not None and own <= longest:
+                longest, cut = own, None
         asked.waiting.popleft()
+        if not asked.is_accepted:
+            asked.is_accepted = True
+            play.accepted += 1
         play.reserved += longest + inserted
         play.reserved_used += longest + added
         play.sampling += 1
@@ -477,7 +491,8 @@ class AgentEngine:
             turn=draft.start,
             position=draft.position,
         )
-        return play, request, _Sampling(asked, choice, draft, longest + inserted, longest + added)
+        responds, uses = longest + inserted, longest + added
+        return play, request, _Sampling(asked, choice, draft, responds, uses, cut)
 
     def _params(self, play: _Play, asked: _Asked, draft: Draft, longest: int) -> SamplingParams:
         """Return the sampling parameters of an answer of at most ``longest`` tokens."""
@@ -547,25 +562,36 @@ class AgentEngine:
             play.responded += added + (0 if draft.begun is None else draft.added)
             play.record.record(draft, completion, found.raw, found.message)
             asked.choices[sampling.choice] = found
+            if completion.finish is Finish.LENGTH:
+                play.limit = play.limit or sampling.cut
         if play.is_over:
             self._stop_sampling(play)
-        elif not asked.waiting and len(asked.choices) == self._answers.choices(asked.fields):
+        elif asked.reply is None and self._is_complete(asked):
             self._reply(asked, self._answers.reply(list(_sorted(asked.choices))))
 
     def _reach(self, asked: _Asked, limit: Limit, full: str) -> None:
         """Refuse a request because of a limit of its episode. Choices that were sampled before are
         the answer, and the others are empty."""
+        asked.play.limit = asked.play.limit or limit
         if asked.choices:
             while asked.waiting:
                 asked.choices[asked.waiting.popleft()] = self._answers.no_choice()
-            if len(asked.choices) == self._answers.choices(asked.fields):
+            if self._is_complete(asked):
                 self._reply(asked, self._answers.reply(list(_sorted(asked.choices))))
             return
-        asked.play.limit = asked.play.limit or limit
         self._refuse(asked, 400, f"the episode has no room left: it may have {full}", TOO_LONG)
+
+    def _is_complete(self, asked: _Asked) -> bool:
+        """Return whether a request has all of its choices."""
+        return len(asked.choices) == self._answers.choices(asked.fields)
 
     def _refuse(self, asked: _Asked, status: int, message: str, code: str | None = None) -> None:
         asked.waiting.clear()
+        if asked.reply is not None:  # because of another choice
+            return
+        if asked.is_accepted:
+            asked.is_accepted = False
+            asked.play.accepted -= 1
         self._reply(asked, _error(status, message, code))
 
     def _reply(self, asked: _Asked, reply: Mapping[str, Any]) -> None:
@@ -596,8 +622,8 @@ class AgentEngine:
             finish = Finish.ABORT
         elif play.limit is not None:
             finish, limit = Finish.LENGTH, play.limit
-            if error is not None:  # the agent could not go on without an answer
-                error, result = None, replace(result, error=None)
+            if result.was_raised and play.record.has_answers:
+                error = None  # the agent could not go on without an answer
         turn = Turn(0, 0, "", (), result.reward, self._metrics(play, result), error, result.seconds)
         sample = play.request.request_id, play.sample
         completion = play.record.completion(*sample, turn, traces)

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from burnish.environments.protocol import Observation
 from burnish.rollout.histories import canonical
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import complete
@@ -15,6 +16,7 @@ from burnish.runs.responses import rows
 from burnish.types import Episode, Finish, Grade, Group, Limit, Prompt
 from tests.engine import tiny
 from tests.rollout.scripted_agents import (
+    TEMPLATE,
     ScriptedAgents,
     asked,
     chat,
@@ -488,7 +490,125 @@ def test_a_round_of_lockstep_does_not_depend_on_the_time(monkeypatch, late, live
 
     given = [("r", 1, 0), ("s", 4, 1)]
     found = rounds_of(Delayed(agent, late), monkeypatch, given, live=live, **SHORT)
-    assert found == {
-        2: [["r0", "s0"], ["s1", "s2"], ["s1", "s2"], ["s2", "s3"]] + [["s3", "x0"]] + [["s3"]] * 2,
-        8: [["r0", "s0", "s1", "s2", "s3"], ["s1", "s2", "s3", "x0"], ["s2", "s3"], ["s3"]],
-    }[live]
+    assert (
+        found
+        == {
+            2: [["r0", "s0"], ["s1", "s2"], ["s1", "s2"], ["s2", "s3"]]
+            + [["s3", "x0"]]
+            + [["s3"]] * 2,
+            8: [["r0", "s0", "s1", "s2", "s3"], ["s1", "s2", "s3", "x0"], ["s2", "s3"], ["s3"]],
+        }[live]
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (Observation([], None, False, {}, "KeyError: 'a'", was_raised=True), None),
+        (Observation([], None, False, {}, "the agent returned nothing"), "returned nothing"),
+        (Observation([], None, False, {}, "during step: out of memory"), "out of memory"),
+    ],
+)
+def test_only_an_exception_of_the_agent_may_follow_from_a_limit(result, said):
+    def agent(row, sample):
+        for _ in range(3):
+            yield [chat(("user", "go"))]
+        return result
+
+    (found,), *_ = run(ScriptedAgents(agent), most=2, **SHORT)
+    for completion in found:
+        assert (completion.finish, completion.limit) == (Finish.LENGTH, Limit.TURNS)
+        assert completion.turns[-1].reward is None
+        assert said in completion.turns[-1].error if said else not completion.turns[-1].error
+
+
+def test_an_exception_before_the_first_answer_is_an_error_even_after_a_limit():
+    def agent(row, sample):
+        (reply,) = yield [chat(("user", "go" * 50))]
+        text_of(reply)
+
+    (found,), *_ = run(ScriptedAgents(agent), context=40, **SHORT)
+    for completion in found:
+        assert "40 tokens (the model's context)" in completion.turns[-1].error
+
+
+def test_all_requests_of_an_episode_that_has_ended_are_refused():
+    replies = []
+
+    class Heard(ScriptedAgents):
+        def answer(self, generation, call, reply):
+            replies.append(reply)
+
+    def agent(row, sample):
+        yield [*(chat(("user", str(i))) for i in range(4)), None]
+        return 1.0
+
+    run(Heard(agent), [("r", 1, 0)], **SHORT)
+    assert [reply["error"]["status"] for reply in replies] == [403] * 4
+
+
+@pytest.mark.parametrize("pace", ["lockstep", "free"])
+def test_only_accepted_requests_count_as_turns(pace):
+    def agent(row, sample):
+        bad = chat(("user", "bad"))
+        (refused,) = yield [bad]
+        assert "no bad words" in refused["error"]["message"]
+        one = chat(("user", "go"), n=3)
+        replies = yield [one, {**one, "retry": 1}, bad]
+        assert [len(reply.get("choices", ())) for reply in replies] == [3, 3, 0]
+        replies = yield [chat(("user", str(i))) for i in range(4)]
+        assert [reply.get("error", {}).get("code") for reply in replies] == [
+            None,
+            *["context_length_exceeded"] * 3,
+        ]
+        assert "2 requests (task.turns)" in replies[1]["error"]["message"]
+        return 1.0
+
+    bad = "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+    how = {"template": bad + TEMPLATE, "pace": pace}
+    (found,), *_ = run(ScriptedAgents(agent), most=2, **how, **SHORT)
+    for completion in found:
+        assert completion.turns[-1].error is None
+        assert len(completion.turns) == 3 + 1
+        assert completion.limit is Limit.TURNS
+
+
+@pytest.mark.parametrize(
+    ("choices", "room", "lengths", "limit"),
+    [
+        (4, 3, [1, 1, 1, 0], Limit.TOKENS),  # no room for the last one
+        (2, 8, [4, 4], Limit.TOKENS),
+        (1, 5, [5], Limit.TOKENS),
+        (2, 12, [6, 6], None),  # as long as task.turn_tokens
+    ],
+)
+def test_an_episode_reaches_its_limit_if_choices_are_cut(choices, room, lengths, limit):
+    def agent(row, sample):
+        (reply,) = yield [chat(("user", "go"), n=choices)]
+        assert [one["finish_reason"] for one in reply["choices"]] == ["length"] * choices
+        return 0.5
+
+    params = {"max_tokens": room, "min_tokens": 6}
+    (found,), *_ = run(ScriptedAgents(agent), params=params, **SHORT)
+    for completion in found:
+        assert [turn.end - turn.start for turn in completion.turns] == [n for n in lengths if n]
+        assert completion.limit is limit
+        assert completion.turns[-1].reward == 0.5
+
+
+def test_tools_in_a_format_that_is_not_known_are_refused_before_the_answer_is_sampled():
+    unknown = "{{ tools or '' }}" + TEMPLATE.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}[[?]]{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+    def agent(row, sample):
+        (reply,) = yield [chat(("user", "go"), tools=tools)]
+        assert reply["error"]["status"] == 400
+        assert "task.tool_format = 'hermes'" in reply["error"]["message"]
+        (reply,) = yield [chat(("user", "go"), tools=tools, tool_choice="none")]
+        text_of(reply)
+        return 1.0
+
+    (found,), *_ = run(ScriptedAgents(agent), template=unknown, **SHORT)
+    assert [(len(c.turns), c.turns[-1].error) for c in found] == [(1, None)] * 3
