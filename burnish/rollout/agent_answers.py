@@ -18,7 +18,7 @@ from burnish.types import Completion, Finish
 
 SAMPLING = ("temperature", "top_p", "seed")
 """Sampling settings of a request that a recipe overrides."""
-UNNAMED = ("call", "retry", "retry_key")
+UNNAMED = ("call", "retry", "retry_key", "arrived")
 """Fields in which repeated requests differ."""
 MOST_FORMATS = 100
 """Sets of tools whose format is kept."""

@@ -19,8 +19,8 @@ as soon as it arrives.
     its requests wait             lockstep: all live episodes have one; free: at once
     the engine samples answers    they are complete; the agent works again
 
-If the server dies, the live episodes are begun again, with the same random draws; an episode whose
-server dies twice is an error.
+If the server dies, the live episodes are begun again, with the same random draws. So is an episode
+whose process was killed by someone else. An episode that is lost twice is an error.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from burnish.console.progress import tell, tell_turn
 from burnish.console.text import counted
 from burnish.engine.protocol import Capabilities, Engine, Probed, Request
 from burnish.environments.agent import unlearned_traces
-from burnish.environments.pool import EnvironmentPool
+from burnish.environments.pool import UNREPLAYED, EnvironmentPool
 from burnish.environments.protocol import Observation
 from burnish.errors import EngineError, ModelError
+from burnish.machine.process import TAIL_LINES
 from burnish.rollout.agent_answers import AgentAnswers, AnsweredChoice
 from burnish.rollout.agent_server import AgentServer
-from burnish.rollout.histories import Draft, EpisodeRecord, ended
+from burnish.rollout.histories import Draft, EpisodeRecord, Kind, ended
 from burnish.types import (
     Completion,
     Finish,
@@ -60,6 +61,10 @@ WAIT_SECONDS = 0.2
 """Longest time that a step waits for agents if the engine has no work."""
 TOO_LONG = "context_length_exceeded"
 """Error code of a request that a limit of the episode leaves no room for."""
+FOLLOWING: tuple[Kind, ...] = ("continued", "branched", "rewritten", "template")
+"""Kinds of requests that have a message of the assistant."""
+JUDGED = 16
+"""Number of such requests after which a note may say that an agent rewrites its history."""
 NO_REQUEST = "the agent ended without an answered request to the model"
 LOST_TWICE = "the server's process was killed twice during the episode"
 
@@ -202,6 +207,10 @@ class AgentEngine:
         self._number = 0
         self._overridden: set[str] = set()
         """Sampling settings of requests that a note has named."""
+        self._followed = self._rewritten = 0
+        """Numbers of the answers, up to the note about them, to histories with an answer before,
+        and of those whose earlier answers the agent has changed."""
+        self._is_noted = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -314,17 +323,27 @@ class AgentEngine:
             self._agents.waited += time.perf_counter() - began
         found = self.server.receive()
         if found is None:
-            self._begin_again()
+            self._lose_server()
         for fields in found or ():
             self._take(fields)
+        lost = dict[_Play, Observation]()
         for session, observation in self._agents.poll(0.0).items():
             play = self._live[session]
+            if play.result is not None:  # it has ended because of a limit
+                continue
             if observation.error is None and not observation.done:  # its process has begun
+                play.working_since = time.monotonic()
                 message = {"role": "assistant", "content": self.server.base_url(session)}
                 self._agents.begin_step([(session, message)])
-                continue
-            play.result = observation
-            self._stop_sampling(play)
+            elif observation.was_killed and not play.is_over:
+                error = f"the agent's process was lost twice: {observation.error}"
+                lost[play] = replace(observation, error=error)
+            else:
+                play.result = observation
+                self._stop_sampling(play)
+        if lost:
+            what = f"the processes of {counted(len(lost), 'agent')} were killed"
+            self._begin_again(lost, what)
         self._expire(time.monotonic())
 
     def _expire(self, now: float) -> None:
@@ -337,16 +356,22 @@ class AgentEngine:
                 play.result = Observation([], None, True, {}, late)
                 self._stop_sampling(play)
 
-    def _begin_again(self) -> None:
-        """Begin the live episodes again after the server has died, because their agents may have
-        lost an answer: each of them once."""
+    def _lose_server(self) -> None:
+        """Begin the live episodes again, because their agents may have lost an answer."""
+        twice = Observation([], None, True, {}, LOST_TWICE)
         plays = [play for play in self._live.values() if not play.is_over]
-        tell("note", f"note: the server of agents died; {counted(len(plays), 'episode')} restart")
-        self._agents.end([play.session for play in plays], waits=False)
-        for play in plays:
-            play.result = Observation([], None, True, {}, LOST_TWICE)
+        self._begin_again(dict.fromkeys(plays, twice), "the server of agents died")
+
+    def _begin_again(self, lost: Mapping[_Play, Observation], what: str) -> None:
+        """Begin episodes again that have lost their process or their server: each of them once.
+        ``lost`` has the results of those that had begun again before; ``what`` has happened."""
+        count = sum(play.starts == 1 for play in lost)
+        tell("note", f"note: {what}; {counted(count, 'episode')} restart")
+        self._agents.end([play.session for play in lost], waits=False)
+        for play, result in lost.items():
+            play.result = result
         again = []
-        for play in plays:
+        for play in lost:
             self._stop_sampling(play)
             if play.starts > 1:
                 continue
@@ -395,7 +420,9 @@ class AgentEngine:
         play.answered[body] = asked
         play.asked.append(asked)
         if play.working_since is not None:
-            play.worked += time.monotonic() - play.working_since
+            # This process may have done something else since the request arrived at the server.
+            arrived = float(fields.get("arrived") or time.monotonic())
+            play.worked += max(0.0, arrived - play.working_since)
             play.working_since = None
         self._note_overrides(fields)
 
@@ -614,9 +641,10 @@ class AgentEngine:
 
     def _deliver(self, play: _Play) -> None:
         """Deliver the completion of an episode."""
+        self._note_rewriting(play.record.kinds)
         result = play.result or Observation([], None, True, {})
         traces = unlearned_traces(result.messages) if result.error is None else []
-        error = result.error and _of_agent(result.error)
+        error = result.error and _of_agent(result.error, result.output)
         finish, limit = Finish.STOP, None
         if play.is_aborted:
             finish = Finish.ABORT
@@ -632,6 +660,23 @@ class AgentEngine:
             last = turn._replace(error=NO_REQUEST, reward=None)
             completion = play.record.completion(*sample, last, traces)
         self._undelivered.append(ended(completion, finish, limit))
+
+    def _note_rewriting(self, kinds: Mapping[Kind, int]) -> None:
+        """Print a note, once, if the histories of agents seldom continue the recorded answers.
+        ``kinds`` counts the answers of an episode that has ended."""
+        if self._is_noted:
+            return
+        self._followed += sum(kinds.get(kind, 0) for kind in FOLLOWING)
+        self._rewritten += kinds.get("rewritten", 0)
+        if self._followed >= JUDGED and 2 * self._rewritten > self._followed:
+            self._is_noted = True
+            tell(
+                "note",
+                f"note: the agent rewrites its history: {self._rewritten} of {self._followed} "
+                "requests that have messages of the assistant do not continue a recorded answer, "
+                "so each of them begins a new sequence, and its prompt is computed again; send "
+                "all earlier messages back unchanged, with the same tools, and append new ones",
+            )
 
     def _metrics(self, play: _Play, result: Observation) -> dict[str, float]:
         """Return the metrics of an episode: the agent's own, and how it used the endpoint."""
@@ -670,10 +715,15 @@ def _error(status: int, message: str, code: str | None = None) -> dict[str, Any]
     return {"error": {"status": status, "message": message, "code": code}}
 
 
-def _of_agent(error: str) -> str:
-    """Return an error of an agent's process in the words of agents."""
-    return (
+def _of_agent(error: str, output: str) -> str:
+    """Return an error of an agent's process in the words of agents, with the end of its output."""
+    said = (
         error.replace("the environment's process", "the agent's process")
         .replace("step took", "the agent took")
         .replace("during step", "while the agent ran")
+        .replace(UNREPLAYED, "")
+    )
+    lines = output.splitlines()[-TAIL_LINES:]
+    return "\n".join(
+        [f"{said}; the end of its output:", *(f"  {x}" for x in lines)] if lines else [said]
     )

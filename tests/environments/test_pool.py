@@ -137,6 +137,7 @@ def test_a_fault_ends_its_episode_alone(pool):
     for found, (text, message) in zip(faults, FAULTS, strict=True):
         assert message in (found.error or ""), text
         assert (found.messages, found.reward, found.metrics) == ([], None, {})
+        assert not found.was_killed
         assert found.was_raised == any(words in text for words in RAISED), text
     assert len(processes_of(pool)) == 1
     again = pool.step([(name, say("more")) for name in [*names, "good"]])

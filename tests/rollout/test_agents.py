@@ -3,10 +3,13 @@ an agent does with its histories."""
 
 import json
 import random
+import time
 
 import numpy as np
 import pytest
 
+from burnish.console.progress import showing
+from burnish.environments.pool import UNREPLAYED
 from burnish.environments.protocol import Observation
 from burnish.rollout.histories import canonical
 from burnish.rollout.packing import pack
@@ -612,3 +615,80 @@ def test_tools_in_a_format_that_is_not_known_are_refused_before_the_answer_is_sa
 
     (found,), *_ = run(ScriptedAgents(agent), template=unknown, **SHORT)
     assert [(len(c.turns), c.turns[-1].error) for c in found] == [(1, None)] * 3
+
+
+def test_an_agent_does_not_work_while_its_request_waits_at_the_server():
+    def agent(row, sample):
+        for _ in range(3):
+            yield [chat(("user", "go"), arrived=time.monotonic())]
+        return 1.0
+
+    engine, _ = wrapped(ScriptedAgents(agent), seconds=0.5, **SHORT)
+    engine.submit(asked())
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+        time.sleep(0.2 if len(done) < 3 and not engine.engine.unfinished else 0)
+    assert [completion.turns[-1].error for completion in done] == [None] * 3
+
+
+KILLED = Observation(
+    [],
+    None,
+    False,
+    {},
+    "the environment's process was killed by SIGKILL during step" + UNREPLAYED,
+    was_killed=True,
+    output="one\ntwo\n",
+)
+
+
+@pytest.mark.parametrize("pace", ["lockstep", "free"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_agent_whose_process_is_killed_begins_again_once(pace, times):
+    left = [times]
+
+    def agent(row, sample):
+        reward = yield from talk(3)(row, sample)
+        if sample == 1 and left[0]:
+            left[0] -= 1
+            return KILLED
+        return reward
+
+    (calm,), *_ = run(ScriptedAgents(talk(3)), **SHORT)
+    notes = []
+    with showing(lambda progress: notes.append(progress.doing)):
+        (found,), *_ = run(ScriptedAgents(agent), pace=pace, **SHORT)
+    assert [metrics(completion)["restarts"] for completion in found] == [0, 1, 0]
+    assert "note: the processes of 1 agent were killed; 1 episode restart" in notes[0]
+    errors = [completion.turns[-1].error for completion in found]
+    assert errors[0] is errors[2] is None
+    assert (errors[1] is None) == (times == 1)
+    if times == 2:
+        assert errors[1] == (
+            "the agent's process was lost twice: the agent's process was killed by SIGKILL while "
+            "the agent ran; the end of its output:\n  one\n  two"
+        )
+    for one, two in zip(calm, found, strict=True):
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "noted"), [(lambda turn: True, 1), (lambda turn: turn % 4 == 0, 0)]
+)
+def test_a_note_says_once_that_an_agent_rewrites_its_history(rewrites, noted):
+    def agent(row, sample):
+        messages = [{"role": "user", "content": "go"}]
+        for turn in range(12):
+            (reply,) = yield [chat(*messages)]
+            messages += [text_of(reply), {"role": "user", "content": "on"}]
+            if rewrites(turn):
+                messages[0] = {"role": "user", "content": f"turn {turn}"}
+        return 1.0
+
+    notes = []
+    with showing(lambda progress: notes.append(progress.doing)):
+        (found,), *_ = run(ScriptedAgents(agent), context=2048, **SHORT)
+    found = [text for text in notes if "rewrites its history" in text]
+    assert len(found) == noted
+    assert all("22 of 22 requests" in text for text in found)
