@@ -59,6 +59,9 @@ class Episode(NamedTuple):
     """The environment's first messages, which the prompt contains."""
     system: str | None = None
     """The recipe's system message, which comes first in the prompt; None if it has none."""
+    wall_seconds: float = 0.0
+    """Time limit of a call of the environment, or of an agent's work between requests: an engine
+    may have no further token or completion for this time, and has not failed."""
 
     @property
     def opening(self) -> list[Mapping[str, str]]:

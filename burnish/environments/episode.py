@@ -72,7 +72,7 @@ def read_reply(content: bytes, call: EnvironmentCall) -> Observation:
     try:
         reply = json.loads(content)
         if isinstance(reply.get("error"), str):
-            return failed_observation(reply["error"])
+            return failed_observation(reply["error"], was_raised=reply.get("raised") is True)
         if call == "close":
             return Observation([], None, True, {})
         return read_observation(reply["messages"] if call == "reset" else reply, call)
@@ -149,7 +149,7 @@ def _encoded(
     except InvalidResult as error:
         return json.dumps({"error": str(error)}).encode()
     except BaseException as error:
-        return json.dumps({"error": exception_text(error, loaded.file)}).encode()
+        return json.dumps({"error": exception_text(error, loaded.file), "raised": True}).encode()
     if len(reply) > REPLY_BYTES:
         size = f"must be at most {REPLY_BYTES / 2**20:g} MB, got {len(reply) / 2**20:.1f} MB"
         return json.dumps({"error": f"the result of {call} {size}; shorten messages"}).encode()

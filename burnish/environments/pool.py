@@ -52,6 +52,10 @@ SLICE_SECONDS = 0.2
 """Interval at which the size of the log is checked while the pool waits."""
 
 
+UNREPLAYED = "; only a deterministic environment can be replayed"
+"""End of the error of a process that was killed, and whose episode is not replayed."""
+
+
 class _Supervisor(NamedTuple):
     process: ChildProcess
     connection: Connection
@@ -106,7 +110,7 @@ class _Record:
         self.is_running = found.error is None
         said = "" if self.position >= len(self.observed) else ", in a replay after a kill"
         if found.error is not None:
-            self.fail(found.error + said, found.seconds)
+            self.failure = replace(found, error=found.error + said)
         elif not said:
             self.observed.append(found)
         elif replace(found, seconds=0.0) != replace(self.observed[self.position], seconds=0.0):
@@ -118,17 +122,17 @@ class _Record:
             )
         self.position += 1
 
-    def lose(self, reason: str, *, deterministic: bool) -> None:
-        """Note that someone has killed the episode's process; replay it if that is possible."""
+    def lose(self, found: Observation, *, deterministic: bool) -> None:
+        """Note that someone has killed the episode's process, which ``found`` describes; replay it
+        if that is possible."""
         self.is_running = False
         if self.failure:
             return
-        if not deterministic:
-            self.fail(f"{reason}; only a deterministic environment can be replayed")
-        elif self.was_replayed:
-            self.fail(f"{reason}, and had been replayed once before")
-        else:
+        if deterministic and not self.was_replayed:
             self.was_replayed, self.position = True, 0
+            return
+        said = ", and had been replayed once before" if deterministic else UNREPLAYED
+        self.failure = replace(found, error=f"{found.error}{said}", was_killed=True)
 
 
 class EnvironmentPool:
@@ -440,7 +444,7 @@ class EnvironmentPool:
 
     def _take(self, record: _Record, reply: PlayReply) -> None:
         if reply.was_killed and reply.observation.error:
-            record.lose(reply.observation.error, deterministic=self.deterministic)
+            record.lose(reply.observation, deterministic=self.deterministic)
         else:
             record.take(reply.observation)
 
@@ -474,9 +478,10 @@ class EnvironmentPool:
         next supervisor."""
         self._stop()
         self._pending.clear()
+        found = failed_observation(printable(str(error)))
         for record in self._episodes.values():
             record.number = None
-            record.lose(printable(str(error)), deterministic=self.deterministic)
+            record.lose(found, deterministic=self.deterministic)
 
     def _stop(self) -> None:
         supervisor, self._supervisor = self._supervisor, None

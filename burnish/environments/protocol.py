@@ -83,11 +83,19 @@ class Observation:
     not fail."""
     seconds: float = 0.0
     """Wall-clock time of the call."""
+    was_raised: bool = False
+    """Whether the error is an exception that the environment's own code has raised."""
+    was_killed: bool = False
+    """Whether the process was lost because someone else has killed it or its supervisor."""
+    output: str = ""
+    """The end of what a process that has ended during the call has printed."""
 
 
-def failed_observation(error: str, seconds: float = 0.0) -> Observation:
+def failed_observation(
+    error: str, seconds: float = 0.0, *, was_raised: bool = False, output: str = ""
+) -> Observation:
     """Return the observation of an environment that failed."""
-    return Observation([], None, False, {}, error, seconds)
+    return Observation([], None, False, {}, error, seconds, was_raised=was_raised, output=output)
 
 
 def read_observation(value: Any, call: Literal["reset", "step"]) -> Observation:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from burnish.console.text import printable
 from burnish.environments.agent import AgentSettings, load_agent
 from burnish.environments.descendants import (
     child_processes,
@@ -50,6 +51,8 @@ IDLE_SECONDS = 0.5
 """The same interval while no call runs."""
 OUTPUT_BYTES = 1 << 14
 """Bytes of an episode's output that are written to the log; the rest is discarded."""
+TAIL_BYTES = 1 << 11
+"""Bytes at the end of an episode's output that the error of a process that has ended quotes."""
 CHUNK = 1 << 16
 """Bytes that are read at once."""
 OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
@@ -99,6 +102,8 @@ class _Episode:
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytes = b""
     printed: int = 0
+    tail: bytes = b""
+    """The end of the output."""
     ended: str | None = None
     """How the process ended between two calls; None while it lives."""
     was_killed: bool = False
@@ -249,6 +254,7 @@ class EpisodeSupervisor:
                 if not text:
                     self._forget(episode.output)
                     return
+                episode.tail = (episode.tail + text)[-TAIL_BYTES:]
                 kept = text[: max(0, OUTPUT_BYTES - episode.printed)]
                 if kept:
                     os.write(1, kept)
@@ -343,7 +349,8 @@ class EpisodeSupervisor:
         """End an episode and, if a call runs, reply with its error."""
         self._discard(episode)
         if episode.number is not None:
-            self._answer(episode, failed_observation(error), was_killed)
+            output = printable(episode.tail.decode(errors="replace"))
+            self._answer(episode, failed_observation(error, output=output), was_killed)
 
     def _answer(
         self, episode: _Episode, observation: Observation, was_killed: bool = False

@@ -18,7 +18,7 @@ from burnish.types import Completion, Finish
 
 SAMPLING = ("temperature", "top_p", "seed")
 """Sampling settings of a request that a recipe overrides."""
-UNNAMED = ("call", "retry", "retry_key")
+UNNAMED = ("call", "retry", "retry_key", "arrived")
 """Fields in which repeated requests differ."""
 MOST_FORMATS = 100
 """Sets of tools whose format is kept."""
@@ -75,11 +75,12 @@ class AgentAnswers:
 
     def draft(self, record: EpisodeRecord, fields: Mapping[str, Any], choice: int) -> Draft:
         """Return the place of a choice in an episode's record. Raise a ModelError if the chat
-        template rejects the messages."""
+        template rejects the messages, or writes tool calls in a format that can't be read."""
         trace = fields.get("trace")
         if fields["kind"] == "text":
             text = fields["prompt"][choice // int(fields.get("n") or 1)]
             return record.draft_text(self._tokenizer.encode(text), trace)
+        self._calls(fields)  # before the answer is sampled
         tools = tuple(fields.get("tools") or ())
         history = History(tuple(fields["messages"]), tools, trace)
         return record.draft(history, self._format(tools))

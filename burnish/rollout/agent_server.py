@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from multiprocessing.connection import Connection, Pipe
@@ -27,7 +28,11 @@ HOST = "127.0.0.1"
 BACKLOG = 1024
 """Connections that wait for a server."""
 SEND_SECONDS = 60
-"""Seconds that a server has to take an answer."""
+"""Seconds that a server has to take an answer, and to send the rest of a request."""
+CHUNK = 1 << 16
+"""Bytes that are read at once."""
+LENGTH = struct.Struct("!i")
+"""Encoding of a message's length in `multiprocessing.connection`."""
 MOST_STARTS = 20
 """Servers that may fail in a row, without a request in between, before the run ends."""
 GRACE_SECONDS = 5.0
@@ -46,6 +51,11 @@ class AgentServer:
         self._listener: socket.socket | None = None
         self._process: ChildProcess | None = None
         self._connection: Connection | None = None
+        self._socket: socket.socket | None = None
+        """The connection as a socket, which is read without waiting."""
+        self._incoming = bytearray()
+        self._moved = 0.0
+        """Time at which the last bytes arrived."""
         self._failures = 0
         self.generation = 0
         """Number of servers that have been started, which the numbers of their calls belong to."""
@@ -103,25 +113,55 @@ class AgentServer:
             theirs.close()
             listening.close()
             raise EngineError(str(error)) from error
-        self._connection = ours
+        self._open(ours)
         self.generation += 1
 
+    def _open(self, connection: Connection) -> None:
+        self._connection, self._incoming = connection, bytearray()
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the requests that have arrived, without waiting; None if the server has died,
-        whose calls nobody awaits any more."""
+        """Return the requests that have arrived as a whole, without waiting; None if the server has
+        died, or does not send the rest of a request. Nobody awaits the calls of such a server."""
         found = list[dict[str, Any]]()
         if self._connection is None:
             return found
         assert self._process is not None
         self._process.limit_log(LOG_BYTES)
         try:
-            while self._connection.poll(0):
-                found.append(json.loads(self._connection.recv_bytes()))
+            self._read(time.monotonic())
+            while (content := self._take_message()) is not None:
+                found.append(json.loads(content))
                 self._failures = 0
         except (EOFError, OSError, ValueError):
             self._drop()
             return None
         return found
+
+    def _read(self, now: float) -> None:
+        """Read the bytes that have arrived. Raise EOFError if the server has died, or if it began a
+        request `SEND_SECONDS` ago and sends nothing more."""
+        assert self._socket is not None
+        try:
+            while part := self._socket.recv(CHUNK, socket.MSG_DONTWAIT):
+                self._incoming += part
+                self._moved = now
+        except BlockingIOError:
+            if self._incoming and now - self._moved > SEND_SECONDS:
+                raise EOFError from None
+        else:
+            raise EOFError
+
+    def _take_message(self) -> bytes | None:
+        """Remove the first message from the bytes that were read; None if it is not complete."""
+        if len(self._incoming) < LENGTH.size:
+            return None
+        end = LENGTH.size + LENGTH.unpack_from(self._incoming)[0]
+        if len(self._incoming) < end:
+            return None
+        content = bytes(self._incoming[LENGTH.size : end])
+        del self._incoming[:end]
+        return content
 
     def answer(self, generation: int, call: int, reply: Mapping[str, Any]) -> None:
         """Send the answer to a call, or its error. Calls of a server that has died are ignored."""
@@ -143,6 +183,7 @@ class AgentServer:
         self._listener = self._process = None
 
     def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+        for end in (self._connection, self._socket):
+            if end is not None:
+                end.close()
+        self._connection = self._socket = None

@@ -8,8 +8,9 @@ through an OpenAI-compatible server.
 A sample that an ``AgentEngine`` returns is a whole episode: all token sequences of all of its
 conversations (`burnish.rollout.histories`). To all other code it is an engine like any other.
 
-In lockstep, requests wait until every live episode has one or has ended, and are then sampled
-together, in the order of the episodes. Freely, each request is sampled as soon as it arrives.
+In lockstep, requests wait until every live episode has one or has ended, and no queued episode may
+begin. They are then sampled together, in the order of the episodes. Freely, each request is sampled
+as soon as it arrives.
 
     state of an episode           ends when
     queued                        fewer than `AgentLimits.live` episodes are live
@@ -18,8 +19,8 @@ together, in the order of the episodes. Freely, each request is sampled as soon 
     its requests wait             lockstep: all live episodes have one; free: at once
     the engine samples answers    they are complete; the agent works again
 
-If the server dies, the live episodes are begun again, with the same random draws; an episode whose
-server dies twice is an error.
+If the server dies, the live episodes are begun again, with the same random draws. So is an episode
+whose process was killed by someone else. An episode that is lost twice is an error.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from burnish.console.progress import tell, tell_turn
 from burnish.console.text import counted
 from burnish.engine.protocol import Capabilities, Engine, Probed, Request
 from burnish.environments.agent import unlearned_traces
-from burnish.environments.pool import EnvironmentPool
+from burnish.environments.pool import UNREPLAYED, EnvironmentPool
 from burnish.environments.protocol import Observation
 from burnish.errors import EngineError, ModelError
+from burnish.machine.process import TAIL_LINES
 from burnish.rollout.agent_answers import AgentAnswers, AnsweredChoice
 from burnish.rollout.agent_server import AgentServer
-from burnish.rollout.histories import Draft, EpisodeRecord, ended
+from burnish.rollout.histories import Draft, EpisodeRecord, Kind, ended
 from burnish.types import (
     Completion,
     Finish,
@@ -59,6 +61,10 @@ WAIT_SECONDS = 0.2
 """Longest time that a step waits for agents if the engine has no work."""
 TOO_LONG = "context_length_exceeded"
 """Error code of a request that a limit of the episode leaves no room for."""
+FOLLOWING: tuple[Kind, ...] = ("continued", "branched", "rewritten", "template")
+"""Kinds of requests that have a message of the assistant."""
+JUDGED = 16
+"""Number of such requests after which a note may say that an agent rewrites its history."""
 NO_REQUEST = "the agent ended without an answered request to the model"
 LOST_TWICE = "the server's process was killed twice during the episode"
 
@@ -73,7 +79,8 @@ class AgentLimits:
     """Maximum number of tokens of all sequences of an episode together, with their prompts; None:
     unlimited."""
     turns: int = 64
-    """Maximum number of requests that are answered in an episode."""
+    """Maximum number of requests of an episode that are accepted: they are answered, or being
+    answered. Repeated and refused ones do not count."""
     turn_tokens: int | None = None
     """Maximum number of tokens of an answer; None: no own limit."""
     seconds: float = 300.0
@@ -101,6 +108,8 @@ class _Play:
     """The last request with each body, which a repeated request is answered from."""
     requests: int = 0
     """Number of requests, without repeated ones."""
+    accepted: int = 0
+    """Number of requests whose answer is sampled, or was."""
     repeated: int = 0
     """Number of repeated requests, which were answered from the record."""
     used: int = 0
@@ -145,6 +154,8 @@ class _Asked:
     choices: dict[int, AnsweredChoice] = field(default_factory=dict)
     reply: Mapping[str, Any] | None = None
     """The answer; None before it is complete."""
+    is_accepted: bool = False
+    """Whether it counts in ``task.turns``: a choice is sampled, or was."""
 
 
 @dataclass(eq=False)
@@ -158,6 +169,9 @@ class _Sampling:
     """Number of tokens of responses that the answer may add, with inserted tokens."""
     uses: int
     """The same number with the prompt of a new sequence."""
+    cut: Limit | None
+    """The limit of the episode that the answer reaches if it has its maximum length; None if its
+    own limits are not larger."""
 
 
 class AgentEngine:
@@ -193,6 +207,10 @@ class AgentEngine:
         self._number = 0
         self._overridden: set[str] = set()
         """Sampling settings of requests that a note has named."""
+        self._followed = self._rewritten = 0
+        """Numbers of the answers, up to the note about them, to histories with an answer before,
+        and of those whose earlier answers the agent has changed."""
+        self._is_noted = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -247,9 +265,11 @@ class AgentEngine:
         self._begin()
         if self._live:
             is_busy = bool(passed or self._undelivered or self.engine.unfinished)
+            is_busy |= not self._is_free and self._is_round_complete()
             self._listen(0.0 if is_busy else WAIT_SECONDS)
-            self._submit()
             self._finish()
+            self._begin()  # in lockstep, the next round has the requests of these episodes, too
+            self._submit()
         done, self._undelivered = self._undelivered, []
         return passed + done
 
@@ -303,17 +323,27 @@ class AgentEngine:
             self._agents.waited += time.perf_counter() - began
         found = self.server.receive()
         if found is None:
-            self._begin_again()
+            self._lose_server()
         for fields in found or ():
             self._take(fields)
+        lost = dict[_Play, Observation]()
         for session, observation in self._agents.poll(0.0).items():
             play = self._live[session]
+            if play.result is not None:  # it has ended because of a limit
+                continue
             if observation.error is None and not observation.done:  # its process has begun
+                play.working_since = time.monotonic()
                 message = {"role": "assistant", "content": self.server.base_url(session)}
                 self._agents.begin_step([(session, message)])
-                continue
-            play.result = observation
-            self._stop_sampling(play)
+            elif observation.was_killed and not play.is_over:
+                error = f"the agent's process was lost twice: {observation.error}"
+                lost[play] = replace(observation, error=error)
+            else:
+                play.result = observation
+                self._stop_sampling(play)
+        if lost:
+            what = f"the processes of {counted(len(lost), 'agent')} were killed"
+            self._begin_again(lost, what)
         self._expire(time.monotonic())
 
     def _expire(self, now: float) -> None:
@@ -326,16 +356,22 @@ class AgentEngine:
                 play.result = Observation([], None, True, {}, late)
                 self._stop_sampling(play)
 
-    def _begin_again(self) -> None:
-        """Begin the live episodes again after the server has died, because their agents may have
-        lost an answer: each of them once."""
+    def _lose_server(self) -> None:
+        """Begin the live episodes again, because their agents may have lost an answer."""
+        twice = Observation([], None, True, {}, LOST_TWICE)
         plays = [play for play in self._live.values() if not play.is_over]
-        tell("note", f"note: the server of agents died; {counted(len(plays), 'episode')} restart")
-        self._agents.end([play.session for play in plays], waits=False)
-        for play in plays:
-            play.result = Observation([], None, True, {}, LOST_TWICE)
+        self._begin_again(dict.fromkeys(plays, twice), "the server of agents died")
+
+    def _begin_again(self, lost: Mapping[_Play, Observation], what: str) -> None:
+        """Begin episodes again that have lost their process or their server: each of them once.
+        ``lost`` has the results of those that had begun again before; ``what`` has happened."""
+        count = sum(play.starts == 1 for play in lost)
+        tell("note", f"note: {what}; {counted(count, 'episode')} restart")
+        self._agents.end([play.session for play in lost], waits=False)
+        for play, result in lost.items():
+            play.result = result
         again = []
-        for play in plays:
+        for play in lost:
             self._stop_sampling(play)
             if play.starts > 1:
                 continue
@@ -350,7 +386,7 @@ class AgentEngine:
     def _stop_sampling(self, play: _Play) -> None:
         """Refuse the requests of an episode that are not sampled, and abort the others; the engine
         returns what it has sampled."""
-        for asked in play.asked:
+        for asked in list(play.asked):  # a refused request is removed
             asked.waiting.clear()
             if not any(one.asked is asked for one in self._sampling.values()):
                 self._refuse(asked, 403, "the episode has ended")
@@ -384,7 +420,9 @@ class AgentEngine:
         play.answered[body] = asked
         play.asked.append(asked)
         if play.working_since is not None:
-            play.worked += time.monotonic() - play.working_since
+            # This process may have done something else since the request arrived at the server.
+            arrived = float(fields.get("arrived") or time.monotonic())
+            play.worked += max(0.0, arrived - play.working_since)
             play.working_since = None
         self._note_overrides(fields)
 
@@ -399,14 +437,19 @@ class AgentEngine:
                 "[rollout] settings hold instead",
             )
 
+    def _is_round_complete(self) -> bool:
+        """Return whether no answer is being sampled, and every live episode has a request or has
+        ended."""
+        plays = self._live.values()
+        return not self._sampling and all(play.asked or play.is_over for play in plays)
+
     def _submit(self) -> None:
-        """Submit the requests that wait: in lockstep, if no answer is being sampled and every live
-        episode has a request or has ended."""
-        plays = list(self._live.values())
-        if not self._is_free and (
-            self._sampling or not all(play.asked or play.is_over for play in plays)
-        ):
+        """Submit the requests that wait: in lockstep, if the round is complete. Episodes that have
+        ended are delivered first, because the caller may then submit further ones, which belong to
+        the round."""
+        if not self._is_free and (self._undelivered or not self._is_round_complete()):
             return
+        plays = list(self._live.values())
         whole: list[tuple[_Play, Request, _Sampling]] = []
         for play in plays:
             for asked in list(play.asked):
@@ -422,7 +465,7 @@ class AgentEngine:
         """Return the engine's request for the next choice of an agent's request; None if it was
         refused, or waits for answers that are being sampled."""
         choice, most = asked.waiting[0], play.request.params.max_tokens
-        if choice == 0 and sum(play.record.kinds.values()) >= self._limits.turns:
+        if not asked.is_accepted and play.accepted >= self._limits.turns:
             self._reach(asked, Limit.TURNS, f"{self._limits.turns} requests (task.turns)")
             return None
         try:
@@ -449,10 +492,16 @@ class AgentEngine:
                 full = f"{most} tokens of responses (rollout.max_tokens)"
             self._reach(asked, limit, full)
             return None
-        longest = min(room, max(1, free // len(asked.waiting)))
+        share = max(1, free // len(asked.waiting))
+        cut: Limit | None = Limit.TOKENS if share < room else Limit.CONTEXT
+        longest = min(room, share)
         for own in (limits.turn_tokens, self._answers.most_tokens(asked.fields)):
-            longest = longest if own is None else min(longest, own)
+            if own is not None and own <= longest:
+                longest, cut = own, None
         asked.waiting.popleft()
+        if not asked.is_accepted:
+            asked.is_accepted = True
+            play.accepted += 1
         play.reserved += longest + inserted
         play.reserved_used += longest + added
         play.sampling += 1
@@ -469,7 +518,8 @@ class AgentEngine:
             turn=draft.start,
             position=draft.position,
         )
-        return play, request, _Sampling(asked, choice, draft, longest + inserted, longest + added)
+        responds, uses = longest + inserted, longest + added
+        return play, request, _Sampling(asked, choice, draft, responds, uses, cut)
 
     def _params(self, play: _Play, asked: _Asked, draft: Draft, longest: int) -> SamplingParams:
         """Return the sampling parameters of an answer of at most ``longest`` tokens."""
@@ -539,25 +589,36 @@ class AgentEngine:
             play.responded += added + (0 if draft.begun is None else draft.added)
             play.record.record(draft, completion, found.raw, found.message)
             asked.choices[sampling.choice] = found
+            if completion.finish is Finish.LENGTH:
+                play.limit = play.limit or sampling.cut
         if play.is_over:
             self._stop_sampling(play)
-        elif not asked.waiting and len(asked.choices) == self._answers.choices(asked.fields):
+        elif asked.reply is None and self._is_complete(asked):
             self._reply(asked, self._answers.reply(list(_sorted(asked.choices))))
 
     def _reach(self, asked: _Asked, limit: Limit, full: str) -> None:
         """Refuse a request because of a limit of its episode. Choices that were sampled before are
         the answer, and the others are empty."""
+        asked.play.limit = asked.play.limit or limit
         if asked.choices:
             while asked.waiting:
                 asked.choices[asked.waiting.popleft()] = self._answers.no_choice()
-            if len(asked.choices) == self._answers.choices(asked.fields):
+            if self._is_complete(asked):
                 self._reply(asked, self._answers.reply(list(_sorted(asked.choices))))
             return
-        asked.play.limit = asked.play.limit or limit
         self._refuse(asked, 400, f"the episode has no room left: it may have {full}", TOO_LONG)
+
+    def _is_complete(self, asked: _Asked) -> bool:
+        """Return whether a request has all of its choices."""
+        return len(asked.choices) == self._answers.choices(asked.fields)
 
     def _refuse(self, asked: _Asked, status: int, message: str, code: str | None = None) -> None:
         asked.waiting.clear()
+        if asked.reply is not None:  # because of another choice
+            return
+        if asked.is_accepted:
+            asked.is_accepted = False
+            asked.play.accepted -= 1
         self._reply(asked, _error(status, message, code))
 
     def _reply(self, asked: _Asked, reply: Mapping[str, Any]) -> None:
@@ -580,16 +641,17 @@ class AgentEngine:
 
     def _deliver(self, play: _Play) -> None:
         """Deliver the completion of an episode."""
+        self._note_rewriting(play.record.kinds)
         result = play.result or Observation([], None, True, {})
         traces = unlearned_traces(result.messages) if result.error is None else []
-        error = result.error and _of_agent(result.error)
+        error = result.error and _of_agent(result.error, result.output)
         finish, limit = Finish.STOP, None
         if play.is_aborted:
             finish = Finish.ABORT
         elif play.limit is not None:
             finish, limit = Finish.LENGTH, play.limit
-            if error is not None:  # the agent could not go on without an answer
-                error, result = None, replace(result, error=None)
+            if result.was_raised and play.record.has_answers:
+                error = None  # the agent could not go on without an answer
         turn = Turn(0, 0, "", (), result.reward, self._metrics(play, result), error, result.seconds)
         sample = play.request.request_id, play.sample
         completion = play.record.completion(*sample, turn, traces)
@@ -598,6 +660,23 @@ class AgentEngine:
             last = turn._replace(error=NO_REQUEST, reward=None)
             completion = play.record.completion(*sample, last, traces)
         self._undelivered.append(ended(completion, finish, limit))
+
+    def _note_rewriting(self, kinds: Mapping[Kind, int]) -> None:
+        """Print a note, once, if the histories of agents seldom continue the recorded answers.
+        ``kinds`` counts the answers of an episode that has ended."""
+        if self._is_noted:
+            return
+        self._followed += sum(kinds.get(kind, 0) for kind in FOLLOWING)
+        self._rewritten += kinds.get("rewritten", 0)
+        if self._followed >= JUDGED and 2 * self._rewritten > self._followed:
+            self._is_noted = True
+            tell(
+                "note",
+                f"note: the agent rewrites its history: {self._rewritten} of {self._followed} "
+                "requests that have messages of the assistant do not continue a recorded answer, "
+                "so each of them begins a new sequence, and its prompt is computed again; send "
+                "all earlier messages back unchanged, with the same tools, and append new ones",
+            )
 
     def _metrics(self, play: _Play, result: Observation) -> dict[str, float]:
         """Return the metrics of an episode: the agent's own, and how it used the endpoint."""
@@ -636,10 +715,15 @@ def _error(status: int, message: str, code: str | None = None) -> dict[str, Any]
     return {"error": {"status": status, "message": message, "code": code}}
 
 
-def _of_agent(error: str) -> str:
-    """Return an error of an agent's process in the words of agents."""
-    return (
+def _of_agent(error: str, output: str) -> str:
+    """Return an error of an agent's process in the words of agents, with the end of its output."""
+    said = (
         error.replace("the environment's process", "the agent's process")
         .replace("step took", "the agent took")
         .replace("during step", "while the agent ran")
+        .replace(UNREPLAYED, "")
+    )
+    lines = output.splitlines()[-TAIL_LINES:]
+    return "\n".join(
+        [f"{said}; the end of its output:", *(f"  {x}" for x in lines)] if lines else [said]
     )

@@ -141,6 +141,11 @@ class EpisodeRecord:
         self.kinds: dict[Kind, int] = {}
         """Number of the answers of each kind."""
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether an answer was recorded."""
+        return bool(self.kinds)
+
     def draft(self, history: History, conversation: ConversationFormat) -> Draft:
         """Find the recorded conversation that a history continues, and return the place of the
         answer. `record` or `discard` must follow. Raise a ModelError if the chat template rejects

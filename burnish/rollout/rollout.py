@@ -43,7 +43,8 @@ ABORTED = Grade(
 )
 """The grade of a sample that the engine aborted."""
 PATIENCE = 600.0
-"""Timeout in seconds: an engine that returns no further token or completion has failed."""
+"""Timeout in seconds: an engine that returns no further token or completion has failed. The time
+limit of an episode's environment or agent is added."""
 NumberedPrompts = Sequence[tuple[int, Prompt]]
 """Prompts to sample: pairs of the group's index in the run and the prompt."""
 Answered = Sequence[tuple[Request, tuple[Completion, ...]]]
@@ -115,7 +116,7 @@ def complete(
     numbers of finished completions and of sampled tokens. ``further`` receives the requests that a
     step has completed, and returns additional requests to submit before the next step; None to
     submit none. Raises an EngineError if the engine loses samples, or makes no progress for
-    ``patience`` seconds.
+    ``patience`` seconds and the longest ``wall_seconds`` of the requests' episodes.
     """
     requests = list(requests)
     for request in requests:
@@ -125,8 +126,9 @@ def complete(
     total, before = len(missing), engine.sampled
     last, moved = (0, before), clock()
     while missing:
-        if not engine.unfinished or clock() - moved > patience:
-            late = f"was silent for {patience:.0f} s" if engine.unfinished else "forgot samples"
+        allowed = patience + max((r.episode.wall_seconds for r in requests if r.episode), default=0)
+        if not engine.unfinished or clock() - moved > allowed:
+            late = f"was silent for {allowed:.0f} s" if engine.unfinished else "forgot samples"
             names = ", ".join(f"sample {i} of {name}" for name, i in list(missing)[:4])
             raise EngineError(f"the engine {late}; {len(missing)} of {total} are missing: {names}")
         touched = set()

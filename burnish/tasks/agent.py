@@ -93,7 +93,7 @@ class AgentEpisodes:
             self.config.name,
             fields,
             question=_question(fields),
-            episode=Episode(fields, seed, ()),
+            episode=Episode(fields, seed, (), wall_seconds=self.config.wall_seconds),
         )
 
 

@@ -158,7 +158,8 @@ class EpisodeTask:
         self.environments.end([name])
         if found.error is not None and is_checked:
             raise DataError(f"{row.where}: {_name(self.config)}: {found.error}")
-        episode = Episode(fields, seed, tuple(found.messages), self.config.system)
+        first, seconds = tuple(found.messages), self.config.wall_seconds
+        episode = Episode(fields, seed, first, self.config.system, wall_seconds=seconds)
         messages = episode.opening if found.messages else []
         asked = plain_text(messages) if messages else ""
         reference = dict(fields)

@@ -121,6 +121,10 @@ FAULTS = [
 ]
 
 
+RAISED = ("1 / 0", "int('x')", "exit(2)", "open(")
+"""Faults that are exceptions of the environment itself."""
+
+
 def test_a_fault_ends_its_episode_alone(pool):
     """All faults at once, beside an episode that works."""
     names = [f"e{i}" for i in range(len(FAULTS))]
@@ -133,6 +137,8 @@ def test_a_fault_ends_its_episode_alone(pool):
     for found, (text, message) in zip(faults, FAULTS, strict=True):
         assert message in (found.error or ""), text
         assert (found.messages, found.reward, found.metrics) == ([], None, {})
+        assert not found.was_killed
+        assert found.was_raised == any(words in text for words in RAISED), text
     assert len(processes_of(pool)) == 1
     again = pool.step([(name, say("more")) for name in [*names, "good"]])
     assert [one.error for one in again[:-1]] == [one.error for one in faults]

@@ -76,7 +76,8 @@ async def fails(client, row):
     if n == 4:
         return "good"
     if n == 5:
-        import os
+        import os, sys
+        print("my last words", file=sys.stderr)
         os.kill(os.getpid(), 9)
     if n == 6:
         import time
@@ -282,7 +283,8 @@ def test_failures_are_counted_and_never_a_reward(folder):
             "finite number",
             "returned nothing",
             "returned str",
-            "killed by SIGKILL",
+            "the agent's process was lost twice: the agent's process was killed by SIGKILL while "
+            "the agent ran; the end of its output:\n  my last words",
             "more than 6 s of its own (task.wall_seconds)",
         ]
     ):

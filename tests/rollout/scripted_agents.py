@@ -99,7 +99,9 @@ class ScriptedAgents:
             self.results[session] = self._observation(stop.value)
             return
         except Failed as error:
-            self.results[session] = Observation([], None, False, {}, f"Failed: {error}")
+            self.results[session] = Observation(
+                [], None, False, {}, f"Failed: {error}", was_raised=True
+            )
             return
         own["replies"], own["count"] = {}, len([one for one in asked if one is not None])
         for place, fields in enumerate(one for one in asked if one is not None):

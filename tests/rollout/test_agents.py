@@ -3,17 +3,23 @@ an agent does with its histories."""
 
 import json
 import random
+import time
 
 import numpy as np
 import pytest
 
+from burnish.console.progress import showing
+from burnish.environments.pool import UNREPLAYED
+from burnish.environments.protocol import Observation
 from burnish.rollout.histories import canonical
 from burnish.rollout.packing import pack
+from burnish.rollout.rollout import complete
 from burnish.rollout.saved_groups import load_held, save_held
 from burnish.runs.responses import rows
 from burnish.types import Episode, Finish, Grade, Group, Limit, Prompt
 from tests.engine import tiny
 from tests.rollout.scripted_agents import (
+    TEMPLATE,
     ScriptedAgents,
     asked,
     chat,
@@ -415,3 +421,274 @@ def test_rows_show_the_messages_of_each_conversation():
     first = [one["messages"][0]["content"] for one in row["sequences"]]
     assert first[:4] == ["plan", "solve", "solve", "solve"]
     assert row["first_messages"] == []
+
+
+class Delayed(ScriptedAgents):
+    """The results and requests of some episodes arrive only at a later step."""
+
+    def __init__(self, agent, late):
+        super().__init__(agent)
+        self.late, self.held, self.seen = late, [], set()
+
+    def receive(self):
+        found = super().receive()
+        late = [one for one in found if self.late("request", one["session"])]
+        due, self.held = self.held, [[3, one] for one in late] + self.held
+        self.held = [[left - 1, one] for left, one in self.held if left]
+        ready = [one for left, one in due if not left]
+        return [one for one in found if one not in late] + ready
+
+    def poll(self, seconds):
+        found = super().poll(seconds)
+        ends = {name for name, one in found.items() if one.done and self.late("end", name)}
+        late = ends - self.seen
+        self.seen |= ends
+        self.results |= {name: found.pop(name) for name in late}
+        return found
+
+
+def rounds_of(agents, monkeypatch, requests, **how):
+    """The samples that the engine got in each round of lockstep."""
+    rounds = []
+    engine, _ = wrapped(agents, **how)
+    submit, prepare = engine._submit_run, engine._submit
+
+    def submit_run(run):
+        rounds[-1] += [play.request.request_id + str(play.sample) for play, *_ in run]
+        submit(run)
+
+    def submit_all():
+        rounds.append([])
+        prepare()
+
+    engine._submit_run, engine._submit = submit_run, submit_all
+    extra = [asked("x", 1, 9)]
+
+    def further(answered):
+        return [extra.pop()] if extra and answered[0][0].request_id == "r" else []
+
+    complete(engine, [asked(*one, min_tokens=6) for one in requests], further=further)
+    return [sorted(one) for one in rounds if one]
+
+
+@pytest.mark.parametrize("live", [2, 8])
+@pytest.mark.parametrize(
+    "late",
+    [
+        lambda kind, session: False,
+        lambda kind, session: kind == "request",
+        lambda kind, session: kind == "request" and session.startswith("s."),
+        lambda kind, session: kind == "end",
+    ],
+    ids=["at once", "late requests", "late requests of one", "a late end"],
+)
+def test_a_round_of_lockstep_does_not_depend_on_the_time(monkeypatch, late, live):
+    """Queued episodes, and those that the caller submits when a group ends, begin before the next
+    round."""
+
+    def agent(row, sample):
+        for _ in range(1 + sample):
+            yield [chat(("user", "go"))]
+        return 1.0
+
+    given = [("r", 1, 0), ("s", 4, 1)]
+    found = rounds_of(Delayed(agent, late), monkeypatch, given, live=live, **SHORT)
+    assert (
+        found
+        == {
+            2: [["r0", "s0"], ["s1", "s2"], ["s1", "s2"], ["s2", "s3"]]
+            + [["s3", "x0"]]
+            + [["s3"]] * 2,
+            8: [["r0", "s0", "s1", "s2", "s3"], ["s1", "s2", "s3", "x0"], ["s2", "s3"], ["s3"]],
+        }[live]
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (Observation([], None, False, {}, "KeyError: 'a'", was_raised=True), None),
+        (Observation([], None, False, {}, "the agent returned nothing"), "returned nothing"),
+        (Observation([], None, False, {}, "during step: out of memory"), "out of memory"),
+    ],
+)
+def test_only_an_exception_of_the_agent_may_follow_from_a_limit(result, said):
+    def agent(row, sample):
+        for _ in range(3):
+            yield [chat(("user", "go"))]
+        return result
+
+    (found,), *_ = run(ScriptedAgents(agent), most=2, **SHORT)
+    for completion in found:
+        assert (completion.finish, completion.limit) == (Finish.LENGTH, Limit.TURNS)
+        assert completion.turns[-1].reward is None
+        assert said in completion.turns[-1].error if said else not completion.turns[-1].error
+
+
+def test_an_exception_before_the_first_answer_is_an_error_even_after_a_limit():
+    def agent(row, sample):
+        (reply,) = yield [chat(("user", "go" * 50))]
+        text_of(reply)
+
+    (found,), *_ = run(ScriptedAgents(agent), context=40, **SHORT)
+    for completion in found:
+        assert "40 tokens (the model's context)" in completion.turns[-1].error
+
+
+def test_all_requests_of_an_episode_that_has_ended_are_refused():
+    replies = []
+
+    class Heard(ScriptedAgents):
+        def answer(self, generation, call, reply):
+            replies.append(reply)
+
+    def agent(row, sample):
+        yield [*(chat(("user", str(i))) for i in range(4)), None]
+        return 1.0
+
+    run(Heard(agent), [("r", 1, 0)], **SHORT)
+    assert [reply["error"]["status"] for reply in replies] == [403] * 4
+
+
+@pytest.mark.parametrize("pace", ["lockstep", "free"])
+def test_only_accepted_requests_count_as_turns(pace):
+    def agent(row, sample):
+        bad = chat(("user", "bad"))
+        (refused,) = yield [bad]
+        assert "no bad words" in refused["error"]["message"]
+        one = chat(("user", "go"), n=3)
+        replies = yield [one, {**one, "retry": 1}, bad]
+        assert [len(reply.get("choices", ())) for reply in replies] == [3, 3, 0]
+        replies = yield [chat(("user", str(i))) for i in range(4)]
+        assert [reply.get("error", {}).get("code") for reply in replies] == [
+            None,
+            *["context_length_exceeded"] * 3,
+        ]
+        assert "2 requests (task.turns)" in replies[1]["error"]["message"]
+        return 1.0
+
+    bad = "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+    how = {"template": bad + TEMPLATE, "pace": pace}
+    (found,), *_ = run(ScriptedAgents(agent), most=2, **how, **SHORT)
+    for completion in found:
+        assert completion.turns[-1].error is None
+        assert len(completion.turns) == 3 + 1
+        assert completion.limit is Limit.TURNS
+
+
+@pytest.mark.parametrize(
+    ("choices", "room", "lengths", "limit"),
+    [
+        (4, 3, [1, 1, 1, 0], Limit.TOKENS),  # no room for the last one
+        (2, 8, [4, 4], Limit.TOKENS),
+        (1, 5, [5], Limit.TOKENS),
+        (2, 12, [6, 6], None),  # as long as task.turn_tokens
+    ],
+)
+def test_an_episode_reaches_its_limit_if_choices_are_cut(choices, room, lengths, limit):
+    def agent(row, sample):
+        (reply,) = yield [chat(("user", "go"), n=choices)]
+        assert [one["finish_reason"] for one in reply["choices"]] == ["length"] * choices
+        return 0.5
+
+    params = {"max_tokens": room, "min_tokens": 6}
+    (found,), *_ = run(ScriptedAgents(agent), params=params, **SHORT)
+    for completion in found:
+        assert [turn.end - turn.start for turn in completion.turns] == [n for n in lengths if n]
+        assert completion.limit is limit
+        assert completion.turns[-1].reward == 0.5
+
+
+def test_tools_in_a_format_that_is_not_known_are_refused_before_the_answer_is_sampled():
+    unknown = "{{ tools or '' }}" + TEMPLATE.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}[[?]]{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+    def agent(row, sample):
+        (reply,) = yield [chat(("user", "go"), tools=tools)]
+        assert reply["error"]["status"] == 400
+        assert "task.tool_format = 'hermes'" in reply["error"]["message"]
+        (reply,) = yield [chat(("user", "go"), tools=tools, tool_choice="none")]
+        text_of(reply)
+        return 1.0
+
+    (found,), *_ = run(ScriptedAgents(agent), template=unknown, **SHORT)
+    assert [(len(c.turns), c.turns[-1].error) for c in found] == [(1, None)] * 3
+
+
+def test_an_agent_does_not_work_while_its_request_waits_at_the_server():
+    def agent(row, sample):
+        for _ in range(3):
+            yield [chat(("user", "go"), arrived=time.monotonic())]
+        return 1.0
+
+    engine, _ = wrapped(ScriptedAgents(agent), seconds=0.5, **SHORT)
+    engine.submit(asked())
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+        time.sleep(0.2 if len(done) < 3 and not engine.engine.unfinished else 0)
+    assert [completion.turns[-1].error for completion in done] == [None] * 3
+
+
+KILLED = Observation(
+    [],
+    None,
+    False,
+    {},
+    "the environment's process was killed by SIGKILL during step" + UNREPLAYED,
+    was_killed=True,
+    output="one\ntwo\n",
+)
+
+
+@pytest.mark.parametrize("pace", ["lockstep", "free"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_agent_whose_process_is_killed_begins_again_once(pace, times):
+    left = [times]
+
+    def agent(row, sample):
+        reward = yield from talk(3)(row, sample)
+        if sample == 1 and left[0]:
+            left[0] -= 1
+            return KILLED
+        return reward
+
+    (calm,), *_ = run(ScriptedAgents(talk(3)), **SHORT)
+    notes = []
+    with showing(lambda progress: notes.append(progress.doing)):
+        (found,), *_ = run(ScriptedAgents(agent), pace=pace, **SHORT)
+    assert [metrics(completion)["restarts"] for completion in found] == [0, 1, 0]
+    assert "note: the processes of 1 agent were killed; 1 episode restart" in notes[0]
+    errors = [completion.turns[-1].error for completion in found]
+    assert errors[0] is errors[2] is None
+    assert (errors[1] is None) == (times == 1)
+    if times == 2:
+        assert errors[1] == (
+            "the agent's process was lost twice: the agent's process was killed by SIGKILL while "
+            "the agent ran; the end of its output:\n  one\n  two"
+        )
+    for one, two in zip(calm, found, strict=True):
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "noted"), [(lambda turn: True, 1), (lambda turn: turn % 4 == 0, 0)]
+)
+def test_a_note_says_once_that_an_agent_rewrites_its_history(rewrites, noted):
+    def agent(row, sample):
+        messages = [{"role": "user", "content": "go"}]
+        for turn in range(12):
+            (reply,) = yield [chat(*messages)]
+            messages += [text_of(reply), {"role": "user", "content": "on"}]
+            if rewrites(turn):
+                messages[0] = {"role": "user", "content": f"turn {turn}"}
+        return 1.0
+
+    notes = []
+    with showing(lambda progress: notes.append(progress.doing)):
+        (found,), *_ = run(ScriptedAgents(agent), context=2048, **SHORT)
+    found = [text for text in notes if "rewrites its history" in text]
+    assert len(found) == noted
+    assert all("22 of 22 requests" in text for text in found)

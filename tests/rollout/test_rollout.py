@@ -7,7 +7,7 @@ from burnish.engine.protocol import Request
 from burnish.errors import DataError, EngineError
 from burnish.randomness import Stream
 from burnish.rollout.rollout import complete, describe, drop_errors, grade, requests_of
-from burnish.types import Grade, SamplingParams, Status
+from burnish.types import Episode, Grade, SamplingParams, Status
 from tests.conftest import aborted, make_group
 
 
@@ -126,5 +126,9 @@ def test_an_engine_that_stays_silent_or_forgets_is_named_with_what_is_missing():
     now = iter(range(0, 10_000, 100))
     with pytest.raises(EngineError, match=r"silent for 600 s; 2 of 2 .*: sample 0 of group-7"):
         complete(Scripted(), asked(), clock=lambda: next(now))
+    episode, now = Episode({}, 0, (), wall_seconds=900.0), iter(range(0, 10_000, 100))
+    working = [dataclasses.replace(one, episode=episode) for one in asked()]
+    with pytest.raises(EngineError, match=r"silent for 1500 s; 2 of 2 "):
+        complete(Scripted(), working, clock=lambda: next(now))
     with pytest.raises(EngineError, match=r"forgot samples; 1 of 1 are missing: sample 0 of group"):
         complete(Scripted(unfinished=0), asked(n=1))

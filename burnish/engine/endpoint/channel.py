@@ -8,7 +8,9 @@ end of the channel is closed. If it is killed, another one can serve the same li
 
 Messages on the channel are JSON objects. ``call`` numbers a request:
 
-    {"call": 1, "kind": "chat", "session": …, "messages": …, …}    a request; also "kind": "text"
+    {"call": 1, "kind": "chat", "session": …, "messages": …, …}    a request; also "kind": "text";
+                                                                   "arrived" is its time on the
+                                                                   machine's monotonic clock
     {"call": 1, "gone": true}                                      its client has disconnected
     {"call": 1, "choices": […], "prompt_tokens": n, "completion_tokens": m}     its answer
     {"call": 1, "error": {"status": 400, "message": …, "code": …, "param": …}}  or its refusal
@@ -23,6 +25,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Mapping
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -62,7 +65,7 @@ class ChannelBackend:
     async def answer(self, asked: Asked) -> AsyncGenerator[AnswerPiece, None]:
         answer = asyncio.get_running_loop().create_future()
         self._answers[asked.number] = answer
-        self._send(request_message(asked))
+        self._send({**request_message(asked), "arrived": time.monotonic()})
         try:
             pieces = pieces_of(await answer, asked)
         finally:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from multiprocessing import Pipe
@@ -124,6 +125,7 @@ def test_requests_arrive_as_they_were_sent(server):
         assert (answer.model, answer.usage.total_tokens) == ("any", 7)
         found = server.requests[-1]
         assert found.pop("digest")
+        assert 0 <= time.monotonic() - found.pop("arrived") < 60
         assert found == {
             "call": found["call"],
             "session": "a b",
