@@ -27,6 +27,8 @@ MODULE = "burnish_agent"
 """Module name of an agent's file in a worker."""
 IMPORTED = ("openai", "openai.resources.chat", "httpcore", "anyio._backends._asyncio")
 """Modules that every episode needs. Clients import most of them with the first request."""
+LOCAL_HOSTS = ("127.0.0.1", "localhost")
+"""Names of this machine, at which the server of agents listens."""
 UNLEARNED = "unlearned"
 """Key of a result that lists traces which are not learned."""
 BEGIN = "begin"
@@ -104,6 +106,18 @@ def open_client(base_url: str, timeout: float) -> Any:
         timeout=timeout,
         http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, timeout=timeout),
     )
+
+
+def proxy_exceptions(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables NO_PROXY and no_proxy of the environment ``given`` with this machine
+    added, so that an agent's own clients and programs reach its server without a proxy."""
+    found = {}
+    for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):
+        hosts = [host.strip() for host in (given.get(name) or given.get(other, "")).split(",")]
+        if "*" not in hosts:  # some clients know it only alone
+            hosts = list(dict.fromkeys([*filter(None, hosts), *LOCAL_HOSTS]))
+        found[name] = ",".join(hosts)
+    return found
 
 
 def read_result(value: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from burnish.console.text import printable
-from burnish.environments.agent import AgentSettings
+from burnish.environments.agent import AgentSettings, proxy_exceptions
 from burnish.environments.episode import EnvironmentLimits as EnvironmentLimits
 from burnish.environments.loading import split_spec
 from burnish.environments.protocol import EnvironmentCall, Observation, failed_observation
@@ -326,7 +326,9 @@ class EnvironmentPool:
         """Start a supervisor and wait until it has loaded the environment's file."""
         path = [os.path.abspath(entry) for entry in sys.path]
         try:
-            self._supervisor = _start_supervisor(self.spec)
+            self._supervisor = _start_supervisor(
+                self.spec, is_agent=isinstance(self._tools, AgentSettings)
+            )
             given = (self.spec, self.limits, path, self._tools, self._script)
             self._supervisor.connection.send(given)
             facts = self._receive(self.limits.start_seconds, "start_seconds")
@@ -490,7 +492,7 @@ class EnvironmentPool:
             supervisor.process.close(EXIT_SECONDS)
 
 
-def _start_supervisor(spec: str) -> _Supervisor:
+def _start_supervisor(spec: str, *, is_agent: bool) -> _Supervisor:
     ours, theirs = Pipe()
     # Neither a call nor an answer can block the pool if the supervisor stops in its middle.
     limit = struct.pack("ll", int(SLACK), 0)
@@ -504,6 +506,8 @@ def _start_supervisor(spec: str) -> _Supervisor:
     ]
     # Replays need the same order of sets in every supervisor.
     env = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if is_agent:
+        env |= proxy_exceptions(os.environ)
     try:
         process = ChildProcess(
             [sys.executable, "-P", "-u", "-c", *arguments],

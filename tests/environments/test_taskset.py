@@ -182,7 +182,10 @@ def test_programs_are_local_processes_and_nothing_is_retried():
 
 
 @needs_verifiers
-def test_episodes_are_forks_of_a_process_that_has_loaded_the_taskset():
+def test_episodes_are_forks_of_a_process_that_has_loaded_the_taskset(monkeypatch):
+    """Their requests go to no proxy."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
     spec = f"{taskset_agent.__file__}:make_agent"
     given = {"taskset": str(FOLDER / "panel.py"), "tasks": 2}
     rows = [row_of(task) for task in load_taskset(TasksetSource(**given)).tasks]
