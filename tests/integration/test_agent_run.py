@@ -169,6 +169,7 @@ def test_an_agent_trains_as_the_environment_does(folder):
         assert {name: one[name] for name in same} == {name: two[name] for name in same}
 
 
+@pytest.mark.slow
 def test_the_agent_of_guess_trains_as_its_environment_does(folder):
     (folder / "games.jsonl").write_text("".join(f'{{"secret": {n}}}\n' for n in range(20)))
     (folder / "held.jsonl").write_text('{"secret": 50}\n{"secret": 60}\n')
@@ -200,6 +201,7 @@ def test_the_agent_of_guess_trains_as_its_environment_does(folder):
 STALE = ["loop.lag=1", "objective.proximal=behavior"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -240,6 +242,7 @@ def sampled(agent, *more, count=4, size=2, tokens=100, during=lambda engine: Non
         task.close()
 
 
+@pytest.mark.slow
 def test_two_conversations_per_episode(folder):
     for pace in ("lockstep", "free"):
         found, engine = sampled("two", f"task.pace={pace}")
@@ -299,6 +302,7 @@ def test_failures_are_counted_and_never_a_reward(folder):
     assert said[7] == (None, 1.0)
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_started_again_and_its_episodes_too(folder):
     killed = []
 
