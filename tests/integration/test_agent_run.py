@@ -206,15 +206,9 @@ STALE = ["loop.lag=1", "objective.proximal=behavior"]
     "more",
     [
         [],
-        pytest.param(["task.live=3", *STALE], marks=pytest.mark.slow),
-        pytest.param(
-            [*STALE, "buffer.capacity=4", "buffer.max_uses=2", "rollout.max_tokens=32"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            [*STALE, "selection.dead_groups=active", "selection.on_bound=learn"],
-            marks=pytest.mark.slow,
-        ),
+        ["task.live=3", *STALE],
+        [*STALE, "buffer.capacity=4", "buffer.max_uses=2", "rollout.max_tokens=32"],
+        [*STALE, "selection.dead_groups=active", "selection.on_bound=learn"],
     ],
     ids=["plain", "lag", "buffer", "active"],
 )
