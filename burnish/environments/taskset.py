@@ -63,7 +63,7 @@ class LoadedTaskset:
     """Settings of the roles, ``verifiers.v1.AgentConfig``, by name."""
 
 
-def is_installed() -> bool:
+def has_verifiers() -> bool:
     """Whether verifiers is installed, in any version."""
     try:
         version("verifiers")

@@ -21,7 +21,7 @@ from burnish.errors import DataError, MissingExtra
 
 FOLDER = Path(__file__).parents[1] / "tasksets"
 needs_verifiers = pytest.mark.skipif(
-    not taskset.is_installed(), reason="the extra 'verifiers' is not installed"
+    not taskset.has_verifiers(), reason="the extra 'verifiers' is not installed"
 )
 
 
