@@ -11,7 +11,7 @@ from burnish.engine.endpoint.app import Endpoint, make_app
 from burnish.engine.endpoint.backend import ModelCard
 from burnish.engine.endpoint.engine_backend import EngineBackend
 from burnish.engine.endpoint.prompts import ChatPrompts
-from burnish.engine.endpoint.server import listen, make_server, run_server
+from burnish.engine.endpoint.server import listen, make_server, run_endpoint
 from burnish.engine.endpoint.thread import EngineThread
 from burnish.tasks.text import TODAY, encode_chat
 
@@ -50,7 +50,7 @@ def serving(engine, tokenizer, model="m", capacity=1024, hosts=(), key=None, con
 
         def run():
             try:
-                asyncio.run(run_server(server, thread, listener))
+                asyncio.run(run_endpoint(server, thread, listener))
             except Exception as error:
                 failed.append(error)
 

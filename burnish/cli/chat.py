@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option, echo
 
 from burnish.api import progress_display
-from burnish.cli.serve import open_model
+from burnish.cli.serve import open_named_model
 from burnish.console.text import printable
 from burnish.errors import EngineError
 from burnish.randomness import Stream
@@ -95,7 +95,7 @@ def chat_command(
     Without a chat template, the model continues the text of all messages, one after the other.
     """
     with progress_display(None, model):
-        engine, tokenizer = open_model(model)
+        engine, tokenizer = open_named_model(model)
     params = SamplingParams(temperature, max_tokens=max_tokens, seed=seed)
     conversation = Conversation(engine, tokenizer, params, system)
     try:

@@ -53,7 +53,7 @@ def serve_command(
     from burnish.engine.endpoint.access import is_loopback
     from burnish.engine.endpoint.app import Endpoint, make_app
     from burnish.engine.endpoint.backend import ModelCard
-    from burnish.engine.endpoint.server import listen, make_server, run_server
+    from burnish.engine.endpoint.server import listen, make_server, run_endpoint
     from burnish.engine.endpoint.thread import EngineThread
 
     with progress_display(None, model):
@@ -86,13 +86,13 @@ def serve_command(
                 key = secrets.token_urlsafe(24)
                 echo(f"{KEY}={key}")
             server = make_server(make_app(Endpoint(backend), allow_host or (), key))
-            asyncio.run(run_server(server, thread, listener))
+            asyncio.run(run_endpoint(server, thread, listener))
     except KeyboardInterrupt:
         sys.stdout.flush()
         os._exit(0)  # torch's cleanup in a regular exit can take seconds
 
 
-def open_model(model: str) -> tuple[Any, Any]:
+def open_named_model(model: str) -> tuple[Any, Any]:
     """Load a language model by name, directory, hf:ORG/NAME or run; return its engine and its
     tokenizer."""
     return open_engine(_recipe(model))

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,7 @@ class LoadedTaskset:
     """Settings of the roles, ``verifiers.v1.AgentConfig``, by name."""
 
 
-def is_installed() -> bool:
+def has_verifiers() -> bool:
     """Whether verifiers is installed, in any version."""
     try:
         version("verifiers")
@@ -104,6 +106,8 @@ def load_taskset(source: TasksetSource) -> LoadedTaskset:
         sys.path.append(str(named.resolve().parent))
     import verifiers.v1 as vf
 
+    if is_file and find_spec(f"verifiers.v1.tasksets.{named.stem}") is not None:
+        raise _name_is_taken(named, "a taskset of verifiers")
     module = named.stem if is_file else source.taskset
     given = _settings(source, module)
     try:
@@ -139,22 +143,33 @@ def row_of(task: Any) -> dict[str, Any]:
 
 
 def _check_file_name(file: Path) -> None:
-    """Raise a DataError if the file of a taskset does not exist, or if Python finds another module
-    by its name, because verifiers imports the taskset by name."""
+    """Raise a DataError if the file of a taskset does not exist, or if its name means another
+    module or none, because verifiers imports the taskset by name."""
     where = f"task.taskset = {str(file)!r}"
     if not file.is_file():
         raise DataError(f"{where}: there is no such file")
     name, folder = file.stem, file.resolve().parent
+    wanted = re.sub(r"\W", "_", name, flags=re.ASCII).lower()
+    if name != wanted:
+        raise DataError(
+            f"{where}: verifiers imports a taskset by a name of lower-case letters, digits and _; "
+            f"rename the file, for example {wanted}.py"
+        )
     others = [entry for entry in sys.path if Path(entry).resolve() != folder]
     found = PathFinder.find_spec(name, others)
     other = None if found is None else found.origin  # a folder without __init__.py has no origin
     if other is None and name in sys.stdlib_module_names:
         other = "Python's standard library"
     if other is not None:
-        raise DataError(
-            f"{where}: the file has the name of another module, {name} ({other}), and Python "
-            f"imports one module of a name; rename the file, for example {name}_tasks.py"
-        )
+        raise _name_is_taken(file, other)
+
+
+def _name_is_taken(file: Path, other: str) -> DataError:
+    return DataError(
+        f"task.taskset = {str(file)!r}: the file has the name of another module, {file.stem} "
+        f"({other}), and Python imports one module of a name; rename the file, for example "
+        f"{file.stem}_tasks.py"
+    )
 
 
 def _settings(source: TasksetSource, module: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_a_conversation_that_is_too_long_forgets_the_message():
 
 
 def run(monkeypatch, typed, *options):
-    monkeypatch.setattr(chat, "open_model", lambda model: opened())
+    monkeypatch.setattr(chat, "open_named_model", lambda model: opened())
     result = CliRunner().invoke(app, ["chat", "m", "--max-tokens", "12", *options], input=typed)
     assert result.exit_code == 0, result.output
     return result

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from burnish import api
 from burnish.cli.main import app
-from burnish.cli.serve import open_model
+from burnish.cli.serve import open_named_model
 from burnish.engine.endpoint.server import listen
 from burnish.errors import MissingExtra, RunError
 from burnish.graders.judge import Judge
@@ -72,7 +72,7 @@ def test_a_served_model_judges_a_run(tmp_path):
     """A random model answers bytes, so every grade is an error and none is a 0; a judge that has
     learned the form is the only difference to a real one."""
     model = str(tiny(tmp_path / "judge"))
-    with serving(*open_model(model), model) as client:
+    with serving(*open_named_model(model), model) as client:
         body = ASKED | {"model": model, "temperature": 0, "max_tokens": 4}
         (status, found), again = client.ask(body, CHAT), client.ask(body, CHAT)
         assert (status, found) == again

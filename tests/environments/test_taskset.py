@@ -21,7 +21,7 @@ from burnish.errors import DataError, MissingExtra
 
 FOLDER = Path(__file__).parents[1] / "tasksets"
 needs_verifiers = pytest.mark.skipif(
-    not taskset.is_installed(), reason="the extra 'verifiers' is not installed"
+    not taskset.has_verifiers(), reason="the extra 'verifiers' is not installed"
 )
 
 
@@ -283,6 +283,21 @@ def test_a_file_with_the_name_of_a_package_is_refused(monkeypatch, tmp_path, nam
     said = rf"taskset = '.*{name}.py': the file has the name of another module, {name} \(.*rename"
     with pytest.raises(DataError, match=f"{said} the file, for example {name}_tasks.py"):
         load_taskset(TasksetSource(str(tmp_path / f"{name}.py")))
+
+
+@pytest.mark.parametrize("name", ["Letters", "my-letters", "a.b", "ä"])
+def test_a_file_that_verifiers_cannot_import_by_name_is_refused(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(taskset, "version", lambda _: "0.4.0")
+    (tmp_path / f"{name}.py").write_text("")
+    with pytest.raises(DataError, match=r"lower-case letters, .*; rename the file, for example \w"):
+        load_taskset(TasksetSource(str(tmp_path / f"{name}.py")))
+
+
+@needs_verifiers
+def test_a_file_with_the_name_of_a_taskset_of_verifiers_is_refused(tmp_path):
+    (tmp_path / "openenv.py").write_text("")
+    with pytest.raises(DataError, match=r"another module, openenv \(a taskset of verifiers"):
+        load_taskset(TasksetSource(str(tmp_path / "openenv.py")))
 
 
 @needs_verifiers

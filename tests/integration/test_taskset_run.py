@@ -29,7 +29,7 @@ LETTERS = [
     "log.rollouts=8", "train.learning_rate=1e-2", "objective.kl=none", "train.steps=2",
 ]  # fmt: skip
 needs_verifiers = pytest.mark.skipif(
-    not taskset.is_installed(), reason="the extra 'verifiers' is not installed"
+    not taskset.has_verifiers(), reason="the extra 'verifiers' is not installed"
 )
 
 

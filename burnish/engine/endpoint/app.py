@@ -6,7 +6,8 @@
     GET  /health                 the state of the server
 
 The paths below /v1 also exist below /session/NAME/v1, which assigns requests to a session, as does
-the header X-Session-ID. A `Backend` answers the requests; `access.py` says who may send them.
+the header X-Session-ID. An `AnswerBackend` answers the requests;
+`access.py` says who may send them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from burnish.engine.endpoint.access import check_access, known_hosts
 from burnish.engine.endpoint.answers import DONE, AnswerWriter, error_fields, error_response, event
-from burnish.engine.endpoint.backend import AnswerPiece, Asked, Backend, RequestRefused
+from burnish.engine.endpoint.backend import AnswerBackend, AnswerPiece, Asked, RequestRefused
 from burnish.engine.endpoint.requests import (
     ChatRequest,
     CompletionRequest,
@@ -55,7 +56,7 @@ class Endpoint:
     """Answers HTTP requests for one model. Each method answers one of `PLACES`; `make_app` adds the
     routes and turns exceptions into error responses."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: AnswerBackend) -> None:
         self._backend = backend
         self._numbers = count()
 

@@ -1,6 +1,6 @@
-"""What the HTTP application needs from a model: a `Backend` answers checked requests in pieces.
+"""The interface between the HTTP application and a model, which answers requests in pieces.
 
-    app.py (HTTP) ──Asked──► Backend ──AnswerPiece, AnswerPiece, …──► app.py
+    app.py (HTTP) ──Asked──► AnswerBackend ──AnswerPiece, AnswerPiece, …──► app.py
 
 `burnish serve` answers with an engine in its own process (`engine_backend.py`). During training the
 server is a process of its own, and its backend (`channel.py`) forwards requests to the training
@@ -103,7 +103,7 @@ class ModelCard:
     """Version of the weights; None if they do not change."""
 
 
-class Backend(Protocol):
+class AnswerBackend(Protocol):
     """Answers requests with one model."""
 
     def card(self) -> ModelCard:

@@ -39,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: Starlette) -> uvicorn.Server:
-    """Return a uvicorn server for an application, without logs. `run_server` runs it.
+    """Return a uvicorn server for an application, without logs. `run_endpoint` runs it.
 
     This process's limit of open files is raised to the system's. A request on a connection beyond
     `CONNECTIONS`, or beyond the open files, gets status 503.
@@ -70,7 +70,9 @@ def make_server(app: Starlette) -> uvicorn.Server:
     return server
 
 
-async def run_server(server: uvicorn.Server, thread: EngineThread, listener: socket.socket) -> None:
+async def run_endpoint(
+    server: uvicorn.Server, thread: EngineThread, listener: socket.socket
+) -> None:
     """Run ``server`` on the socket ``listener`` until it is told to exit, as by SIGINT, or until
     the engine of ``thread`` fails, which raises an EngineError.
 
