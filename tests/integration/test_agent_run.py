@@ -191,9 +191,8 @@ def test_the_agent_of_guess_trains_as_its_environment_does(folder):
         for name in ("tokens", "logprobs", "learner_logprobs", "reward", "advantage"):
             assert one[name] == two[name], name
     # The recipe's own advantage is one of turns, which an evaluation does not need.
-    measured = api.evaluate(
-        "guess", agent=agent, model=folder / "a/run", overrides=[*own, "rollout.max_tokens=600"]
-    )
+    given = [*own[:3], "rollout.max_tokens=600"]
+    measured = api.evaluate("guess", agent=agent, model=folder / "a/run", overrides=given)
     assert len(measured.rows) == 2 * 4
     assert measured.figures["validation/grades_error"] == 0
 
