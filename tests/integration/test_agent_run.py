@@ -19,6 +19,7 @@ from burnish.recipe.load import load_recipe
 from burnish.recipe.plan import make_plan
 from burnish.rollout.rollout import complete, requests_of
 from burnish.types import SamplingParams
+from tests.environments.conftest import supervisor_of
 from tests.loops.test_recorder import fingerprint, stopper
 from tests.rollout.scripted_agents import check_rescored
 
@@ -296,7 +297,8 @@ def test_failures_are_counted_and_never_a_reward(folder):
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_started_again_and_its_episodes_too(folder):
+@pytest.mark.parametrize("victim", ["server", "supervisor"])
+def test_episodes_begin_again_if_their_server_or_supervisor_is_killed(folder, victim):
     killed = []
 
     def kill_once(engine):
@@ -304,8 +306,10 @@ def test_a_killed_server_is_started_again_and_its_episodes_too(folder):
 
         def killing(*args):
             if len(killed) < 1 and engine.engine.sampled > 20:
-                killed.append(engine.server.pid)
-                os.kill(engine.server.pid, signal.SIGKILL)
+                own = {"server": lambda: engine.server.pid}
+                own["supervisor"] = lambda: supervisor_of(engine._agents)
+                killed.append(own[victim]())
+                os.kill(killed[0], signal.SIGKILL)
                 time.sleep(0.05)
             return answer(*args)
 
@@ -314,7 +318,7 @@ def test_a_killed_server_is_started_again_and_its_episodes_too(folder):
     calm, _ = sampled("play")
     found, engine = sampled("play", during=kill_once)
     assert len(killed) == 1
-    assert engine.server.generation == 2
+    assert engine.server.generation == (2 if victim == "server" else 1)
     assert sum(grade.parts["restarts"] for *_, grade in found) > 0
     for (_, one, a), (_, two, b) in zip(calm, found, strict=True):
         assert not b.is_error, b.message
