@@ -145,8 +145,9 @@ def test_the_greedy_episode_is_the_baseline_of_its_group(folder, more):
     assert fingerprint(folder / "a" / "run") == fingerprint(folder / "b" / "run")
 
 
-def test_a_reward_model_scores_episodes(folder):
-    """Its reward counts in the last turn, and the rewards of turns have the task's weight."""
+@pytest.fixture
+def learned(folder):
+    """Settings of a reward model."""
     tokenizer = Tokenizer.of_bytes()
     shape = ModelConfig(tokenizer.vocab_size, n_layers=1, d_model=16, n_heads=2, d_ff=24)
     body = Transformer(shape).init_weights(1)
@@ -155,8 +156,12 @@ def test_a_reward_model_scores_episodes(folder):
     scorer = RewardModel(body, None)
     scorer.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     scorer.save(folder / "learned", source=folder / "base")
-    more = ["reward_model.name=learned", "reward_model.task=0.5", "train.steps=1"]
-    run = api.train("keywords", overrides=[*EPISODES, *TURN_MEAN, *more], out=folder / "run")
+    return ["reward_model.name=learned", "reward_model.task=0.5", "train.steps=1"]
+
+
+def test_a_reward_model_scores_episodes(folder, learned):
+    """Its reward counts in the last turn, and the rewards of turns have the task's weight."""
+    run = api.train("keywords", overrides=[*EPISODES, *TURN_MEAN, *learned], out=folder / "run")
     rows = recorded(run)
     groups = {row["group"]: [r for r in rows if r["group"] == row["group"]] for row in rows}
     for row in rows:
@@ -165,6 +170,35 @@ def test_a_reward_model_scores_episodes(folder):
     for same in groups.values():
         wanted = expected_advantages(same, 0.5, weight=0.5)
         assert [row["advantage"] for row in same] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_reward_model_does_not_score_episodes_that_failed(folder, learned):
+    """Some fail in a turn, and all of a row before the first turn."""
+    game = folder / "game.py"
+    started = game.read_text().replace(
+        "        self.heard,", "        self.begin(row)\n        self.heard,"
+    )
+    broken = started.replace("        text =", "        self.go_on()\n        text =")
+    game.write_text(broken + """
+    def begin(self, row):
+        if row["n"] > 4:
+            raise RuntimeError("no game")
+
+    def go_on(self):
+        if len(self.heard) == 2 and sum(map(ord, self.heard[-1])) % 3 == 0:
+            raise RuntimeError("no second turn")
+""")  # fmt: skip
+    (folder / "held.jsonl").write_text('{"n": -1}\n')
+    more = ["task.validation=held.jsonl", "task.validation_rows=1", "rollout.max_errors=1"]
+    settings = [*EPISODES, *TURN_MEAN, *learned, *more, "train.steps=3"]
+    rows = recorded(api.train("keywords", overrides=settings, out=folder / "run"))
+    failed = [row for row in rows if row["status"] == "error"]
+    causes = "no game", "no second turn"
+    assert {c for row in failed for c in causes if c in row["message"]} == set(causes)
+    for row in rows:
+        is_failed = row["status"] == "error"
+        assert (row["reward"] is None, "learned" not in row["parts"]) == (is_failed, is_failed)
+    assert len(failed) < len(rows)
 
 
 @pytest.mark.parametrize(
