@@ -177,7 +177,7 @@ class Watched:
     """A process on a terminal or a pipe, and when it wrote what."""
 
     def __init__(self, command, cwd, *, terminal, **env):
-        self.began = time.monotonic()
+        self.began, self.queued_before = time.monotonic(), queued("self")
         self.delayed = 0.0
         """Seconds for which the process or this one had to wait for a core, at the last look."""
         self.chunks = []
@@ -200,7 +200,8 @@ class Watched:
         while until is None or until not in self.text:
             assert self.now() < seconds, self.text
             is_written = select.select([self.out], [], [], 0.1)[0]
-            self.delayed = max(self.delayed, queued("self") + queued(self.process.pid))
+            ours = queued("self") - self.queued_before
+            self.delayed = max(self.delayed, ours + queued(self.process.pid))
             if not is_written:
                 continue
             try:

@@ -228,7 +228,7 @@ GOLDS = [r"x + 2\sqrt{2}", "42", "(1, 2)", r"\{x, y\}", "x > 3"]
 
 def withstand(grader, count, canary):
     """All return and nothing is run; the deadline is 0.2 s."""
-    strings = hostile_strings(canary, count)
+    strings, others = hostile_strings(canary, count), zombies()
     grades = grader.grade(
         [(tagged(text), {"answer": GOLDS[k % 5]}) for k, text in enumerate(strings)]
     )
@@ -237,7 +237,7 @@ def withstand(grader, count, canary):
         assert grade.reward == 0
         assert grade.status is not Status.ERROR, grade
     assert {grade.status for grade in grades} == {Status.SCORED, Status.UNPARSED, Status.TIMEOUT}
-    assert zombies() == []
+    assert not {*zombies()} - {*others}  # another test may have left some
     for worker in grader.pool._supervisors:
         status = Path(f"/proc/{worker.process.pid}/status").read_text()
         assert int(status.split("VmRSS:")[1].split()[0]) < 1 << 20  # kB
