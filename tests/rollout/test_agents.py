@@ -660,7 +660,7 @@ def test_an_agent_whose_process_is_killed_begins_again_once(pace, times):
     with showing(lambda progress: notes.append(progress.doing)):
         (found,), *_ = run(ScriptedAgents(agent), pace=pace, **SHORT)
     assert [metrics(completion)["restarts"] for completion in found] == [0, 1, 0]
-    assert "note: the processes of 1 agent were killed; 1 episode restart" in notes[0]
+    assert any("note: the processes of 1 agent were killed; 1 episode restart" in x for x in notes)
     errors = [completion.turns[-1].error for completion in found]
     assert errors[0] is errors[2] is None
     assert (errors[1] is None) == (times == 1)
