@@ -188,6 +188,7 @@ def test_sums_are_checked_never_once_or_twice(tmp_path, monkeypatch):
         assert row["expected_answer"] == str(a + b + c + d)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_beside_a_policy(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["train.steps=2", "critic.warmup_rollouts=1", "rollout.batch=8", "train.batch=8"]

@@ -86,6 +86,7 @@ def check_same(found, mesh_learner):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)], ids=str)
 def test_no_rank_holds_the_whole_weights(sizes, tmp_path):
     run_ranks(2, check_buckets, sizes, tmp_path)

@@ -71,7 +71,9 @@ def test_turns_of_other_temperatures_are_drawn_differently(folder):
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param([*STALE, "loop.lag=1", "buffer.capacity=4", "buffer.max_uses=2"], id="held"),
+        pytest.param(
+            [*STALE, "loop.lag=1", "buffer.capacity=4", "buffer.max_uses=2"], id="held", marks=LONG
+        ),
         pytest.param(
             [*STALE, "selection.dead_groups=active", "selection.on_bound=learn", "loop.lag=1"],
             id="active",

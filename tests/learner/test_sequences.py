@@ -186,6 +186,7 @@ def check_mesh(rank):
         assert found == pytest.approx(known, rel=1e-7, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_mesh():
     run_ranks(2, check_mesh)
 

@@ -252,6 +252,7 @@ def test_shards_take_the_steps_of_one_process():
     run_ranks(2, check_step, (1, 2, 1))
 
 
+@pytest.mark.slow
 def test_shards_average_a_reference_as_one_process():
     run_ranks(2, check_average, (1, 2, 1))
 

@@ -63,6 +63,7 @@ def follow_once(learner, mesh, channel):
             channel.call(run_call, learner, mesh, name, args)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path):
     run_ranks(2, check_mesh_learner, tmp_path)
     assert len(checkpoints.list_checkpoints(tmp_path)) == 2
