@@ -163,9 +163,8 @@ def check_task_extras(tasks: Mapping[str, Any]) -> None:
             require_extra("gym", f"the generator {task.generator}")
         if isinstance(task, VerifiersTask):
             require_verifiers()
-        if isinstance(task, AgentsTask):
-            require_extra("serve", f"task.name = '{task.name}'")
-            require_extra("agents", f"task.name = '{task.name}'")
+        if isinstance(task, AgentsTask) and not all(map(is_installed, ("agents", "serve"))):
+            raise MissingExtra("agents", f"task.name = '{task.name}'")  # it includes "serve"
         for key, name in files_of_task(task).items():
             if name is not None and parse_data_name(name).is_table:
                 require_extra("data", f"task.{key} = {name!r}")

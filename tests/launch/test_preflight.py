@@ -28,6 +28,15 @@ def check(recipe, out=None):
     preflight.raise_problems(preflight.find_problems(recipe, out))
 
 
+@pytest.mark.parametrize("modules", [("openai", "uvicorn"), ("openai",), ("uvicorn",)])
+def test_agents_name_one_extra_that_has_all_they_need(without, modules):
+    """Installing the extra 'serve' first would only lead to the next error."""
+    without(*modules)
+    agent = ["task.name=agent", "task.agent=agent.py:run", "task.train=rows.jsonl"]
+    with pytest.raises(MissingExtra, match=r"task.name = 'agent' needs the optional part 'agents'"):
+        preflight.check_task_extras(load_recipe("keywords", agent).tasks)
+
+
 def test_an_extra_lacks_the_packages_of_its_metadata_that_are_not_installed(monkeypatch):
     assert preflight.missing_packages("hf") == []
     real = preflight.distributions
