@@ -187,12 +187,14 @@ def _start(source: Source) -> _Supervisor:
         f"{code}; worker.run_supervisor({theirs.fileno()})",
         str(Path(__file__).parents[2]),
     ]
+    # Grades must not depend on the order of sets, which otherwise differs between processes.
+    env = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     try:
         process = ChildProcess(
             [sys.executable, "-P", "-u", "-c", *arguments],
             name=f"the grader of {source.spec}",
             inherited=[theirs],
-            env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), INSIDE: "1"},
+            env=env | {INSIDE: "1"},
             # Users see the output of their own rewards. The output of burnish's rewards goes to a
             # log, because the libraries that they call print warnings that may quote a response.
             is_shown=not is_ours,

@@ -40,6 +40,7 @@ def obedient(response, row):
         "leave a process": _leave_a_process,
         "modules": lambda: float("torch" in sys.modules or "numpy" in sys.modules),
         "pid": os.getpid,
+        "hash": lambda: hash("text"),
         "row": lambda: row["value"],
     }
     if response in actions:

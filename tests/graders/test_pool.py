@@ -110,6 +110,13 @@ def test_a_worker_loads_no_torch_and_no_numpy(pool):
     assert pool.grade([("modules", {})])[0].reward == 0
 
 
+def test_every_worker_has_the_same_order_of_sets(pool):
+    (here,) = pool.grade([("hash", {})])
+    with closing(GraderPool(OBEDIENT).start()) as other:
+        (there, _, later) = other.grade([("hash", {}), ("exit", {}), ("hash", {})])
+    assert here.reward == there.reward == later.reward
+
+
 def test_order_is_kept_and_killed_workers_are_replaced():
     responses = [str(i) for i in range(600)]
     for place in (0, 200, 201, 599):

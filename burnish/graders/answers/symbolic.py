@@ -22,6 +22,7 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended import latex2sympy2
+from sympy.core import random as sympy_random
 from sympy.parsing import sympy_parser
 
 from burnish.graders.answers.comparison import Verdict, decide
@@ -45,7 +46,12 @@ GAVE_UP = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 def symbolic_reward(answer: str, row: Mapping[str, Any]) -> float:
     """Compare an answer with the gold answers in row["golds"]; return the ``Verdict`` as a number,
-    because a worker returns a reward."""
+    because a worker returns a reward.
+
+    sympy evaluates expressions at random points. The points are the same for every comparison, or
+    its duration, and so a timeout, would depend on the comparisons before it.
+    """
+    sympy_random.seed(0)
     return decide(answer, row["golds"], compare_algebra)
 
 
@@ -128,7 +134,7 @@ def _exact(_: Any, text: str) -> Any:
     return sympy.Rational(Fraction(text.replace(",", "")))
 
 
-def _closed(*_: Any) -> Any:
+def _closed(*_: Any, **__: Any) -> Any:
     raise ValueError("graders do not evaluate text")
 
 
