@@ -86,6 +86,8 @@ class TokenRun:
     count: int
     first: int = 0
     """Row of the run's first token among all tokens of the step; `order` sets it."""
+    shared: int = 0
+    """Number of the sequence's first pages that a backend reads once for all samples of a group."""
 
     @property
     def rows(self) -> slice:
@@ -102,14 +104,6 @@ class TokenRun:
         """Whether the run has several tokens and begins its sequence, so that it attends only to
         itself and the cache contributes nothing."""
         return self.count > 1 and not self.start
-
-    @property
-    def shared(self) -> int:
-        """Number of the sequence's first pages that it shares with its group and that decoding
-        reads once for the whole group; 0 if the run is a chunk of a prompt or the sequence shares
-        no pages."""
-        prefix = self.sequence.prefix
-        return len(prefix.pages) if prefix and self.count == 1 else 0
 
     @property
     def own(self) -> list[int]:

@@ -31,6 +31,9 @@ ROWS = 64
 """Number of rows for which the weights of a product are packed; other numbers work as well."""
 SHORT = 32
 """Longest chunk of a prompt, in tokens, that the decoding kernel computes row by row."""
+SHARED_NUMBERS = 6_000_000
+"""Numbers in keys that a step must not read again, so that reading the prompts of groups once is
+faster: one more call for each layer takes as long as reading as many (SmolLM2-135M, AVX-512)."""
 _PACKED_WELL: dict[torch.Size, bool] = {}
 """Results of `mkl_packs` by the weight's shape."""
 
@@ -46,6 +49,7 @@ class Cpu:
         self._pack()
 
     def hidden(self, runs: Sequence[TokenRun]) -> Tensor:
+        share_prompts(runs, self._cache)
         return last_states(self._body, CpuAttention, self._cache, runs)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -187,10 +191,26 @@ def _flat_table(runs: Sequence[TokenRun], size: int) -> tuple[Array, Array, Arra
     return pages.astype(np.int64), first, np.concatenate(seen)
 
 
+def share_prompts(runs: Sequence[TokenRun], cache: Cache) -> None:
+    """Set `shared` of the decoding runs whose prompts are read once for all samples of a group,
+    because these prompts are long enough or have enough samples."""
+    runs_of: dict[Prefix, list[TokenRun]] = {}
+    for run in runs:
+        if run.count == 1 and run.sequence.prefix:
+            runs_of.setdefault(run.sequence.prefix, []).append(run)
+    numbers_of_token = cache.heads * cache.queries * cache.width
+    for prefixes in alike(runs_of, lambda prefix: len(prefix.pages)):
+        spared = sum((len(runs_of[prefix]) - 1) * len(prefix.pages) for prefix in prefixes)
+        if spared * cache.size * numbers_of_token >= SHARED_NUMBERS:
+            for prefix in prefixes:
+                for run in runs_of[prefix]:
+                    run.shared = len(prefix.pages)
+
+
 def _prefixes(cache: Cache, decoding: Sequence[TokenRun]) -> list[_Shared]:
     rows_of: dict[Prefix, list[int]] = {}
     for row, run in enumerate(decoding):
-        if run.sequence.prefix and run.shared:
+        if run.shared and run.sequence.prefix:
             rows_of.setdefault(run.sequence.prefix, []).append(row)
     buckets = alike(rows_of, lambda prefix: len(prefix.pages))
     return [_shared(cache, {prefix: rows_of[prefix] for prefix in some}) for some in buckets]

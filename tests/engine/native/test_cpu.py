@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from burnish.engine.native import cpu, cpu_kernels
-from burnish.engine.native.cache import Cache
+from burnish.engine.native.cache import Cache, TokenRun
 from burnish.engine.native.cpu import numbers
 from burnish.engine.native.plain import causal_attention
 from burnish.errors import EngineError
@@ -44,6 +45,41 @@ def test_causal_attention_goes_on_from_a_position() -> None:
     q, k, v = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
     whole = causal([9])(0, q, k, v)
     torch.testing.assert_close(causal_attention(q[6:], k, v, 6), whole[6:])
+
+
+def test_prompts_are_read_once_for_a_group_if_that_spares_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However they are read, the responses are the same."""
+    some = [
+        tiny.request("short", 13, n=4, group=0, max_tokens=5),
+        tiny.request("long", 41, n=2, group=1, max_tokens=5),
+        tiny.request("alone", 41, n=1, group=2, seed=2, max_tokens=5),
+    ]
+    # Full pages of the prompts, times the samples that need not read them.
+    of_short, of_long = 3 * (4 - 1), 10 * (2 - 1)
+    unshared = tiny.finish(tiny.engine(), some)
+    for pages, expected in [
+        (of_short, {("short", 3), ("long", 10)}),
+        (of_short + 1, {("long", 10)}),
+        (of_long + 1, set()),
+    ]:
+        monkeypatch.setattr(cpu, "SHARED_NUMBERS", pages * 4 * 4 * tiny.WIDTH)
+        shared = record_shared(monkeypatch)
+        tiny.assert_same(tiny.finish(tiny.engine(), some), unshared)
+        assert {(run.sequence.group.request.request_id, run.shared) for run in shared} == expected
+
+
+def record_shared(monkeypatch: pytest.MonkeyPatch) -> list[TokenRun]:
+    """The runs of each step that share pages, from now on."""
+    shared, plain = [], cpu.share_prompts
+
+    def recorded(runs: Any, cache: Any) -> None:
+        plain(runs, cache)
+        shared.extend(run for run in runs if run.shared)
+
+    monkeypatch.setattr(cpu, "share_prompts", recorded)
+    return shared
 
 
 # Kernels are compiled anew for bfloat16, which takes a minute.

@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 
+from burnish.engine.native import cpu
 from burnish.engine.native import engine as engines
 from burnish.engine.native.engine import NativeEngine
 from burnish.engine.native.plain import Plain
@@ -37,6 +38,12 @@ MIX = [
 def few_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU draws several tokens per step, but not all of these short responses at once."""
     monkeypatch.setattr(engines, "AHEAD", 8)
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, prompts as short as these are otherwise read once per sample."""
+    monkeypatch.setattr(cpu, "SHARED_NUMBERS", 1)
 
 
 @cache
