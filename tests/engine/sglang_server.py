@@ -189,8 +189,8 @@ class TestServer:
         if tls is not None:
             self._http.socket = tls.wrap_socket(self._http.socket, server_side=True)
             self.url = self.url.replace("http:", "https:")
-        for work in (self._http.serve_forever, self._sample):
-            threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=[0.02], daemon=True).start()
+        threading.Thread(target=self._sample, daemon=True).start()
 
     def close(self) -> None:
         self._ended = True

@@ -13,7 +13,7 @@ QUICK = EnvironmentLimits(wall_seconds=1.5, cpu_seconds=0.5, memory_bytes=1 << 2
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -278,7 +278,7 @@ def is_running(pid):
     """Whether a process has not ended; one that nobody has waited for yet has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

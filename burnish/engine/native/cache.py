@@ -6,6 +6,7 @@ head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from burnish.engine.native.sequence import Sequence as Sample
 from burnish.model.transformer import Transformer
 
 Array = np.ndarray[Any, np.dtype[Any]]
+ALIGNED = 64
+"""Alignment of a cache's memory in bytes: a line of the processor's cache."""
 
 
 class Cache:
@@ -35,7 +38,7 @@ class Cache:
         self.count = kv_bytes // (2 * config.n_layers * numbers * weight.dtype.itemsize)
         """Number of pages that fit into `kv_bytes`."""
         # Zeros instead of uninitialised memory: masked slots are multiplied, and NaN · 0 is NaN.
-        self._pool = weight.new_zeros(config.n_layers, 2, self.count, numbers)
+        self._pool = _zeros(weight, (config.n_layers, 2, self.count, numbers))
         self._scratch = [weight.new_empty(0, numbers) for _ in range(2)]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -73,6 +76,20 @@ class Cache:
     def tensor(self, values: object) -> Tensor:
         """Return integers as an int64 tensor on the cache's device."""
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros with the type and the device of ``like``.
+
+    On a CPU they occupy no memory until they are used: numpy asks the system for zeros, while torch
+    writes them.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.dtype.itemsize
+    found = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
+    first = -found.data_ptr() % ALIGNED
+    return found[first : first + size].view(like.dtype).view(shape)
 
 
 @dataclass(slots=True)  # creating a frozen one takes three times as long
