@@ -11,6 +11,7 @@ import pytest
 from burnish.console.progress import showing
 from burnish.environments.pool import UNREPLAYED
 from burnish.environments.protocol import Observation
+from burnish.rollout import agents
 from burnish.rollout.histories import canonical
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import complete
@@ -31,6 +32,12 @@ from tests.rollout.scripted_agents import (
 )
 
 SHORT = {"turn_tokens": 6}
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch):
+    """These agents are in this process, so that there is nothing to wait for."""
+    monkeypatch.setattr(agents, "WAIT_SECONDS", 1e-3)
 
 
 def talk(turns, reward=1.0):
