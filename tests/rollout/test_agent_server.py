@@ -16,7 +16,7 @@ REQUEST = b"\0\0\0\x0b" + b'{"call": 1}'
 @pytest.fixture
 def server():
     with closing(AgentServer("policy", 77)) as server:
-        server._process = ChildProcess(["sleep", "60"], name="the server of agents")
+        server._process = ChildProcess(["true"], name="the server of agents")
         ours, theirs = Pipe()
         server._open(ours)
         with closing(theirs):
