@@ -1,7 +1,9 @@
 """What several rooms of the tests share."""
 
 import dataclasses
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +83,17 @@ def smollm2() -> Path:
         if "can't be downloaded" in str(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """A file with a private key, and with a certificate for 127.0.0.1 that is its own authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, to make a certificate")
+    file = tmp_path_factory.mktemp("tls") / "both.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(file), "-out", f"{file}.crt"]
+    subprocess.run([*made.split(), *names], check=True, capture_output=True, timeout=60)
+    with file.open("a") as both:
+        both.write(Path(f"{file}.crt").read_text())
+    return file

@@ -1,6 +1,7 @@
 """Agents in their own processes, and the clients with which they call the server."""
 
 import json
+import ssl
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -49,8 +50,10 @@ class Model(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving():
+def serving(tls=None):
     with ThreadingHTTPServer(("127.0.0.1", 0), Model) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = Thread(target=server.serve_forever, args=[0.02])
         thread.start()
         try:
@@ -84,6 +87,33 @@ def test_no_client_of_an_agent_uses_a_proxy(tmp_path):
         pool.reset([("one", {}, 0)])
         (found,) = pool.step([("one", {"role": "assistant", "content": url})])
     assert (found.error, found.reward) == (None, 1.0)
+
+
+ELSEWHERE = """
+async def run(client, row):
+    async with client.with_options(base_url=row["url"], api_key="secret") as other:
+        messages = [{"role": "user", "content": "Hi"}]
+        answer = await other.chat.completions.create(model="other", messages=messages)
+    return float(answer.choices[0].message.content == "ab")
+"""
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_the_agents_client_sends_a_key_only_to_trusted_servers(
+    tmp_path, certificate, monkeypatch, is_trusted
+):
+    """An agent may call another model with a copy of its client."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+    (tmp_path / "agent.py").write_text(ELSEWHERE)
+    pool = EnvironmentPool(f"{tmp_path / 'agent.py'}:run", tools=AgentSettings(timeout=20))
+    with closing(pool), serving(tls) as url:
+        pool.reset([("one", {"url": url.replace("http:", "https:")}, 0)])
+        (found,) = pool.step([("one", {"role": "assistant", "content": url})])
+    assert (found.reward == 1.0) is is_trusted
+    assert is_trusted or "APIConnectionError" in found.error
 
 
 @pytest.mark.parametrize(

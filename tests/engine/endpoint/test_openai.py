@@ -13,6 +13,7 @@ from tests.engine.endpoint.scripted import HERMES, Script
 from tests.served import serving
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
+httpx = pytest.importorskip("httpx")
 
 TOKENIZER = tiny.tokenizer()
 USER = {"role": "user", "content": "Hi"}
@@ -49,9 +50,13 @@ def scripted():
         yield found, engine
 
 
+TRUSTED = httpx.create_ssl_context()
+"""Made once, because it takes longer than most requests."""
+
+
 def client(served, **how):
     given = {"base_url": served.url, "api_key": "none", "max_retries": 0, "timeout": 60} | how
-    return openai.OpenAI(**given)
+    return openai.OpenAI(**given, http_client=openai.DefaultHttpxClient(verify=TRUSTED))
 
 
 def ask(served, **body):

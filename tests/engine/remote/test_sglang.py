@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -646,20 +644,6 @@ def test_no_error_holds_the_key(
     with pytest.raises(EngineError, match=r"sends /server_info to .*does not follow") as error:
         client(server.url, model, key=KEY)
     assert KEY not in str(error.value)
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a private key, and with a certificate for 127.0.0.1 that is its own authority."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl, to make a certificate")
-    file = tmp_path_factory.mktemp("tls") / "both.pem"
-    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(file), "-out", f"{file}.crt"]
-    subprocess.run([*made.split(), *names], check=True, capture_output=True, timeout=60)
-    with file.open("a") as both:
-        both.write(Path(f"{file}.crt").read_text())
-    return file
 
 
 @pytest.mark.parametrize("way", ["disk", "distributed"])
