@@ -59,6 +59,11 @@ def load_agent(spec: str, settings: AgentSettings, *, is_script: bool) -> Loaded
         trusted()
     except ImportError:
         raise DataError(f"agent {spec} needs the package openai; install burnish[agents]") from None
+    except OSError as error:
+        raise DataError(
+            f"agent {spec}: the certificates of TLS can't be read ({error}); check SSL_CERT_FILE "
+            "and SSL_CERT_DIR"
+        ) from None
     module = execute_file(path, name, MODULE, spec=f"agent {spec}", is_script=is_script)
     function = getattr(module, name)
     if settings.given is not None:

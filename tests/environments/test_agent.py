@@ -10,6 +10,7 @@ import pytest
 
 from burnish.environments.agent import AgentSettings, proxy_exceptions
 from burnish.environments.pool import EnvironmentPool
+from burnish.errors import DataError
 
 pytest.importorskip("openai", reason="openai is not installed")
 
@@ -114,6 +115,14 @@ def test_the_agents_client_sends_a_key_only_to_trusted_servers(
         (found,) = pool.step([("one", {"role": "assistant", "content": url})])
     assert (found.reward == 1.0) is is_trusted
     assert is_trusted or "APIConnectionError" in found.error
+
+
+def test_certificates_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    (tmp_path / "agent.py").write_text(AGENT)
+    pool = EnvironmentPool(f"{tmp_path / 'agent.py'}:run", tools=AgentSettings())
+    with closing(pool), pytest.raises(DataError, match=r"certificates.*check SSL_CERT_FILE"):
+        pool.reset([("one", {}, 0)])
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ ROWS = 64
 SHORT = 32
 """Longest chunk of a prompt, in tokens, that the decoding kernel computes row by row."""
 SHARED_NUMBERS = 6_000_000
-"""Numbers in keys that a step must not read again, so that reading the prompts of groups once is
-faster: one more call for each layer takes as long as reading as many (SmolLM2-135M, AVX-512)."""
+"""Minimum saving at which a step reads the prompts of groups once, in products of one number of a
+query and one of a key, per layer. Below it, the additional call per layer costs more than it saves
+(SmolLM2-135M in fp32 on AVX-512; not measured in bf16)."""
 _PACKED_WELL: dict[torch.Size, bool] = {}
 """Results of `mkl_packs` by the weight's shape."""
 

@@ -271,7 +271,7 @@ print(seen)
 
 
 def test_a_comparison_does_not_depend_on_those_before_it():
-    """sympy evaluates expressions at random points: with some of them this pair takes minutes."""
+    """sympy evaluates expressions at random points; with some, this pair took more than 5 s."""
     code = """
 from sympy.core import random
 from burnish.graders.answers.symbolic import symbolic_reward
