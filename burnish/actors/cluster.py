@@ -190,7 +190,7 @@ def start_or_join(runtime: RayRuntime, learners: int = 1) -> Callable[[], None]:
     else:
         try:
             address = canonicalize_bootstrap_address_or_die(runtime.address)
-            if problem := connection_problem(address):
+            if problem := connection_problem(address) or protocol_problem(address):
                 raise ConnectionError(problem)
             if needs_token(address):
                 raise ClusterError(f"runtime.address = {runtime.address!r}: {TOKEN_HELP}")
@@ -320,15 +320,43 @@ def needs_token(address: str) -> bool:
     return False
 
 
+ANSWER_SECONDS = 10.0
+"""Seconds that the program at an address may take to accept a connection, and to answer."""
+
+
 def connection_problem(address: str) -> str | None:
-    """Try to connect to HOST:PORT for at most 10 s; return the reason why it can't be reached, or
-    None if it can. Ray itself would retry for many minutes."""
+    """Try to connect to HOST:PORT for at most `ANSWER_SECONDS`; return the reason why it can't be
+    reached, or None if it can. Ray itself would retry for many minutes."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
     except (OSError, ValueError) as error:
         return str(error)
     return None
+
+
+def protocol_problem(address: str) -> str | None:
+    """Return why the program at HOST:PORT, which accepts connections, can't be Ray's head node;
+    None if it speaks HTTP/2, as gRPC does. Ray itself would retry for many minutes.
+
+    Every HTTP/2 server starts a connection with a SETTINGS frame, after the client's preface and
+    SETTINGS frame. This is not checked if Ray uses TLS."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false"):
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS) as server:
+            server.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+            with server.makefile("rb") as answer:
+                header = answer.read(len(_SETTINGS))
+    except OSError:
+        header = b""
+    is_settings = len(header) == len(_SETTINGS) and header[3:] == _SETTINGS[3:]
+    return None if is_settings else "the program there does not speak Ray's protocol"
+
+
+_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""An empty SETTINGS frame of HTTP/2: 3 bytes of length, type 4, no flags, stream 0."""
 
 
 def actor_options(resources: Resources) -> dict[str, Any]:

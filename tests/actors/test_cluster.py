@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from burnish.actors import cluster
 from burnish.errors import ClusterError, ConfigError, RunError
 from burnish.machine import hardware
 from burnish.recipe.runtime import RayRuntime
+
+PROBES = ("connection_problem", "protocol_problem")
+"""What is asked of an address before Ray joins it."""
 
 
 def test_actors_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
@@ -43,7 +48,7 @@ def test_a_cluster_that_can_not_be_used_is_an_error_for_users(
     def fail(*args: Any, **how: Any) -> None:
         raise error
 
-    for name in ("canonicalize_bootstrap_address_or_die", "connection_problem", "needs_token"):
+    for name in ("canonicalize_bootstrap_address_or_die", *PROBES, "needs_token"):
         monkeypatch.setattr(cluster, name, lambda address: None)
     monkeypatch.setattr(cluster.ray, "init", fail)
     what = "Ray does not start on this machine: "
@@ -56,9 +61,40 @@ def test_a_cluster_that_can_not_be_used_is_an_error_for_users(
     assert re.search("; (start one with|end other programs)", str(raised.value))
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
+def test_an_address_of_another_program_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+) -> None:
+    """One that answers in another protocol, one that closes the connection, and a silent one."""
+    monkeypatch.setattr(cluster, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(cluster, "canonicalize_bootstrap_address_or_die", lambda address: address)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def serve() -> None:
+            connections = [server.accept()[0] for _ in PROBES]
+            if answer is not None:
+                connections[-1].recv(1)
+                connections[-1].sendall(answer)
+                connections[-1].close()
+            ended.wait(60)
+            for connection in connections:
+                connection.close()
+
+        ended = threading.Event()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        told = f"'{address}': no Ray cluster answers there (the program there does not speak Ray's"
+        with pytest.raises(ClusterError, match=re.escape(told)):
+            cluster.start_or_join(RayRuntime(address=address))
+        ended.set()
+        thread.join()
+
+
 def test_a_missing_token_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "canonicalize_bootstrap_address_or_die", lambda address: address)
-    monkeypatch.setattr(cluster, "connection_problem", lambda address: None)
+    for name in PROBES:
+        monkeypatch.setattr(cluster, name, lambda address: None)
     monkeypatch.setattr(cluster, "needs_token", lambda address: True)
     with pytest.raises(ClusterError, match=r"'10\.0\.0\.1:1': the Ray cluster there requires"):
         cluster.start_or_join(RayRuntime(address="10.0.0.1:1"))
