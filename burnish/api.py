@@ -195,8 +195,7 @@ def recipe_of(
     given = {"prompts": prompts, "data": data, "reward": reward, "environment": environment}
     if agent is None and all(value is None for value in given.values()):
         return load_recipe(source, changes)
-    if agent is not None and environment is not None:
-        raise ConfigError(f"agent = {agent!r} and environment = {environment!r}: give one of them")
+    _check_source_of_episodes(environment, agent)
     if prompts is not None and data is not None:
         kind = data if isinstance(data, str | os.PathLike) else type(data).__name__
         raise ConfigError(f"prompts and data = {str(kind)!r}: give one of the two")
@@ -232,6 +231,11 @@ def recipe_of(
     elif isinstance(before, KeywordsTask) and not (is_written or has_turns):
         own |= {"reward": before.reward, "must_end": before.must_end}
     return load_recipe(source, [{"task": own}, *changes])
+
+
+def _check_source_of_episodes(environment: str | None, agent: str | None) -> None:
+    if agent is not None and environment is not None:
+        raise ConfigError(f"agent = {agent!r} and environment = {environment!r}: give one of them")
 
 
 def agent_settings(before: Any, agent: str) -> dict[str, Any]:
@@ -455,8 +459,10 @@ def evaluation_recipe(
     advantage that they may not support, it is replaced by "raw", because an evaluation needs none.
     ``changes`` are overrides, applied last; task.validation also replaces task.validation_rows = 0.
     Raise a ``ConfigError`` if the run trained the sorting model, if the recipe is supervised,
-    because its responses are not graded, or if no prompts are held out.
+    because its responses are not graded, if no prompts are held out, or if both an environment and
+    an agent are given.
     """
+    _check_source_of_episodes(environment, agent)
     own: dict[str, Any] = {}
     if isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
         run, source = Path(source), Path(source) / "recipe.toml"

@@ -342,6 +342,8 @@ def test_a_wrong_agent_is_an_error_before_the_run(folder):
         trained(folder, "a", agent="game.py:plain")
     with pytest.raises(ConfigError, match="give one of them"):
         trained(folder, "a", environment="game.py:Game")
+    with pytest.raises(ConfigError, match="give one of them"):
+        api.evaluation_recipe("demo-small", None, [], "game.py:Game", "game.py:play")
     with pytest.raises(ConfigError, match="returns the reward itself"):
         trained(folder, "a", reward="game.py:reward")
 
