@@ -23,10 +23,13 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports
 
+# Threads sleep while they wait, as in burnish's own runs, or two processes take the cores from each
+# other. Tests start hundreds of processes, and each would compile burnish if no bytecode were kept.
+PYTEST := OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
+
 # Tiny models keep one thread busy, so two processes share the tests.
-# Threads sleep while they wait, as in burnish's own runs, or the two take the cores from each other.
 tests: $(READY)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow' -n 2 --dist loadfile
 
 # Two processes share the proofs as well, except those that start Ray: it starts several processes itself.
 RAY := tests/actors tests/integration/ray
@@ -34,10 +37,10 @@ RAY := tests/actors tests/integration/ray
 proofs: proofs-others proofs-ray
 
 proofs-others: $(READY)
-	OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m slow -n 2 --dist loadfile --durations 25 $(addprefix --ignore ,$(RAY))
+	$(PYTEST) -m slow -n 2 --dist loadfile --durations 25 $(addprefix --ignore ,$(RAY))
 
 proofs-ray: $(READY)
-	$(BIN)/pytest -m slow --durations 25 $(RAY)
+	$(PYTEST) -m slow --durations 25 $(RAY)
 
 # What a run needs, and for the tests what checks it.
 $(PLAIN): WANTED := .

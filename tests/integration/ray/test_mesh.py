@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from burnish.console.progress import Progress
 from burnish.errors import ConfigError
 from burnish.runs import checkpoints
 from burnish.runs.metrics import iterate_rows
+from tests.integration.ray.test_faults import descendants
 
 MODEL = {"name": "scratch", "tokenizer": "bytes", "layers": 1, "width": 16, "heads": 2, "d_ff": 24}
 
@@ -68,18 +68,10 @@ class Kill:
             if self.killed is not None and self.told is None:
                 self.told = time.monotonic()
         if progress.phase == "step" and progress.step == 3 and self.killed is None:
-            (rank,) = pids_of("ray::Rank")
+            family = descendants(os.getpid())
+            (rank,) = [pid for pid, name in family.items() if name.startswith("ray::Rank")]
             os.kill(rank, signal.SIGKILL)
             self.killed = time.monotonic()
-
-
-def pids_of(name: str) -> list[int]:
-    found = []
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
-            if line.read_bytes().startswith(name.encode()):
-                found.append(int(line.parent.name))
-    return found
 
 
 @pytest.mark.slow
