@@ -1,12 +1,13 @@
 # Two commands: `make demo` watches a policy learn, `make test` checks everything that is quick.
-# `make proofs` runs the tests that take longer; CI runs both.
+# `make proofs` runs the tests that take longer; CI runs both. `make proofs-extra` runs more variants
+# of the proofs, for which CI has no time: run it before a release.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PLAIN := $(VENV)/.plain
 READY := $(VENV)/.ready
 
-.PHONY: demo test proofs proofs-ray proofs-others lint types imports tests
+.PHONY: demo test proofs proofs-ray proofs-others proofs-extra lint types imports tests
 
 demo: $(PLAIN)
 	@$(BIN)/burnish demo
@@ -31,16 +32,19 @@ PYTEST := OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 PYTHONDONTWRITEBYTECODE= $
 tests: $(READY)
 	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow' -n 2 --dist loadfile
 
-# Two processes share the proofs as well, except those that start Ray: it starts several processes itself.
+# Two processes share the proofs as well. Tests on Ray differ in length more than files do.
 RAY := tests/actors tests/integration/ray
 
 proofs: proofs-others proofs-ray
 
 proofs-others: $(READY)
-	$(PYTEST) -m slow -n 2 --dist loadfile --durations 25 $(addprefix --ignore ,$(RAY))
+	$(PYTEST) -m 'slow and not extra' -n 2 --dist loadfile --durations 25 $(addprefix --ignore ,$(RAY))
 
 proofs-ray: $(READY)
-	$(PYTEST) -m slow --durations 25 $(RAY)
+	$(PYTEST) -m 'slow and not extra' -n 2 --dist worksteal --durations 25 $(RAY)
+
+proofs-extra: $(READY)
+	$(PYTEST) -m extra -n 2 --dist worksteal --durations 25
 
 # What a run needs, and for the tests what checks it.
 $(PLAIN): WANTED := .

@@ -172,7 +172,7 @@ def alive(folder):
     return found
 
 
-def until(happened, seconds=60):
+def until(happened, seconds=180):
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end

@@ -205,7 +205,7 @@ STALE = ["loop.lag=1", "objective.proximal=behavior"]
 @pytest.mark.parametrize(
     "more",
     [
-        [],
+        pytest.param([], marks=pytest.mark.extra),
         ["task.live=3", *STALE],
         [*STALE, "buffer.capacity=4", "buffer.max_uses=2", "rollout.max_tokens=32"],
         [*STALE, "selection.dead_groups=active", "selection.on_bound=learn"],

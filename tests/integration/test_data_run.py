@@ -334,7 +334,7 @@ print(peak() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+@pytest.mark.parametrize("ending", [pytest.param("parquet", marks=pytest.mark.extra), "jsonl"])
 def test_a_million_rows_need_little_memory(tmp_path, ending):
     """The rows are 300 MB as text, and more than 1 GB as Python objects. Memory that mirrors files
     is not counted: the kernel drops it when it is needed."""

@@ -63,7 +63,7 @@ def test_a_supervised_run_ends_early_by_its_loss(smollm2, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["lagged", "free"])
+@pytest.mark.parametrize("loop", ["lagged", pytest.param("free", marks=pytest.mark.extra)])
 def test_a_run_on_ray_ends_early(loop, tmp_path):
     pytest.importorskip("ray", reason="ray is not installed")
     given = {"loop": {"name": "free", "max_lag": 20}, "objective": {"proximal": "behavior"}}

@@ -68,11 +68,14 @@ def train(folder: Path, name: str, *more: str, **given: object) -> burnish.Run:
 @pytest.mark.parametrize(
     "more",
     [
-        [],
+        pytest.param([], marks=pytest.mark.extra),
         [*LAG, "task.live=3"],
-        ["selection.dead_groups=active", "selection.on_bound=learn", *LAG],
+        pytest.param(
+            ["selection.dead_groups=active", "selection.on_bound=learn", *LAG],
+            marks=pytest.mark.extra,
+        ),
         [*TURNS, "selection.dead_groups=drop", *LAG],
-        ["objective.advantage=remax", "task.live=5", *LAG],
+        pytest.param(["objective.advantage=remax", "task.live=5", *LAG], marks=pytest.mark.extra),
         [*VINE, *LAG],
     ],
     ids=["sync", "lag", "active", "turns", "remax", "vine"],
@@ -98,7 +101,9 @@ def test_a_mesh_learns_from_episodes(folder: Path) -> None:
     assert all(map(gone, played(folder)))
 
 
-@pytest.mark.parametrize("victim", ["generator-0", "learner"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("generator-0", marks=pytest.mark.extra), "learner"]
+)
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_actor_costs_time_alone(folder: Path, victim: str) -> None:
     """Its episodes are sampled again with the same tokens, also if another actor dies later, and
@@ -140,7 +145,11 @@ def test_a_free_loop_keeps_its_bound(folder: Path, on_update: str) -> None:
         assert max(value for value in fresh if value is not None) < 1e-5
 
 
-@pytest.mark.parametrize("loop", [LAG, [*STALE, "loop.name=free"]], ids=["lagged", "free"])
+@pytest.mark.parametrize(
+    "loop",
+    [LAG, pytest.param([*STALE, "loop.name=free"], marks=pytest.mark.extra)],
+    ids=["lagged", "free"],
+)
 def test_sigterm_leaves_no_environment(folder: Path, loop: list[str]) -> None:
     more = [*loop, "train.steps=100000", "checkpoint.every=100000", *APART]
     sets = [word for setting in settings(folder, *more) for word in ("--set", setting)]

@@ -90,13 +90,14 @@ def check_kills(path: Path, seed: int, loop: dict[str, Any], engine: str) -> Non
         assert sum(reward[-10:]) > sum(reward[:10])
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("engine", ["sorter", "native"])
 @pytest.mark.usefixtures("cluster")
 def test_ten_kills_of_a_run_with_lag(tmp_path: Path, engine: str) -> None:
     check_kills(tmp_path, 0, {"lag": 1}, engine)
 
 
-@pytest.mark.parametrize("engine", ["sorter", "native"])
+@pytest.mark.parametrize("engine", [pytest.param("sorter", marks=pytest.mark.extra), "native"])
 @pytest.mark.usefixtures("cluster")
 def test_ten_kills_of_a_free_run(tmp_path: Path, engine: str) -> None:
     loop = {"name": "free", "max_lag": 20, "on_update": "keep"}

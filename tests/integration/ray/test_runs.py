@@ -71,7 +71,7 @@ def test_full_batches_are_the_same_as_in_one_process(
         assert found.dropped > 0
 
 
-@pytest.mark.parametrize("name", ["lag 1", "dynamic"])
+@pytest.mark.parametrize("name", [pytest.param("lag 1", marks=pytest.mark.extra), "dynamic"])
 def test_an_extended_run_equals_a_long_one(tmp_path: Path, name: str) -> None:
     whole = extended.train(tmp_path / "whole", 6, extended.SETTINGS[name])
     parts = extended.train(tmp_path / "parts", 3, extended.SETTINGS[name], "ray")
@@ -86,7 +86,7 @@ def pid_of(run: Path, name: str) -> int:
     return pid
 
 
-@pytest.mark.parametrize("engine", ["sorter", "native"])
+@pytest.mark.parametrize("engine", [pytest.param("sorter", marks=pytest.mark.extra), "native"])
 @pytest.mark.parametrize("victim", ["generator-0", "scorer", "learner"])
 def test_a_killed_actor_costs_time_alone(tmp_path: Path, victim: str, engine: str) -> None:
     """Also if another one dies with it: a generator after the learner, the learner after others.
@@ -146,8 +146,8 @@ def test_a_free_run_goes_on_whatever_it_drops(tmp_path: Path) -> None:
     assert found.dropped > 0
 
 
-@pytest.mark.parametrize("on_stale", ["wait", "drop"])
-@pytest.mark.parametrize("engine", ["sorter", "native"])
+@pytest.mark.parametrize("on_stale", [pytest.param("wait", marks=pytest.mark.extra), "drop"])
+@pytest.mark.parametrize("engine", [pytest.param("sorter", marks=pytest.mark.extra), "native"])
 def test_a_killed_generator_of_a_free_run_gets_its_groups_again(
     tmp_path: Path, engine: str, on_stale: str
 ) -> None:

@@ -1,8 +1,8 @@
 """Random schedules of faults on real Ray, in all modes: nothing hangs, and every group and every
 bound is accounted for. `test_simulated.py` in this folder tries a thousand on a simulated Ray.
 
-There are twenty schedules, of half a minute or more each on two cores. The proofs run six of them,
-which have every way of each mode; ``BURNISH_SCHEDULES=all`` runs all twenty.
+There are twenty schedules, of half a minute or more each on two cores. `make proofs` runs three of
+them, which have three of the patterns, both loops and a buffer; `make proofs-extra` the others.
 
 They sample with the native engine, which takes a step per token, so that actors die while samples
 are in flight.
@@ -33,7 +33,7 @@ from tests.integration.ray.test_faults import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
-SEEDS = range(20) if os.environ.get("BURNISH_SCHEDULES") == "all" else (1, 3, 8, 11, 13, 18)
+SEEDS = [pytest.param(n, marks=[pytest.mark.extra] * (n not in (3, 8, 18))) for n in range(20)]
 LIMIT = 600.0
 """Seconds after which a schedule counts as hung."""
 STEPS = 6

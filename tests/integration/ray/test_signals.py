@@ -134,7 +134,12 @@ def to_all(run: Watched, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "send"),
-    [(SYNC, to_process), (LAGGED, to_group), (LAGGED, to_all), (FREE, to_all)],
+    [
+        pytest.param(SYNC, to_process, marks=pytest.mark.extra),
+        (LAGGED, to_group),
+        (LAGGED, to_all),
+        pytest.param(FREE, to_all, marks=pytest.mark.extra),
+    ],
     ids=["sync, process", "lagged, group", "lagged, all", "free, all"],
 )
 def test_sigterm_saves_and_ends_with_143(
@@ -167,7 +172,11 @@ checkpoints.save_checkpoint = save
 """
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "second",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.extra), signal.SIGINT],
+    ids=["SIGTERM", "Ctrl-C"],
+)
 def test_a_second_signal_while_it_saves_stops_at_once(
     watch: type[Watched], tmp_path: Path, second: int
 ) -> None:

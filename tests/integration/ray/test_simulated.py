@@ -114,7 +114,9 @@ def test_random_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize(
+    "part", [pytest.param(n, marks=[pytest.mark.extra] * (n > 2)) for n in range(10)]
+)
 def test_a_thousand_random_schedules(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_all(range(QUICK + part, QUICK + ALL, 10), monkeypatch)
 

@@ -88,6 +88,7 @@ def test_a_run_joins_with_the_token(address: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.extra
 def test_a_token_in_its_usual_file_is_used(address: str, tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text(OWN)

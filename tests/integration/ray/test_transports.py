@@ -51,7 +51,9 @@ def test_same_as_in_one_process(tmp_path: Path, whole: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["gloo", NIXL])
-@pytest.mark.parametrize("victim", ["generator-0", "learner"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("generator-0", marks=pytest.mark.extra), "learner"]
+)
 def test_a_killed_actor_costs_time_alone(tmp_path: Path, whole: str, how: str, victim: str) -> None:
     killed: list[int] = []
 
