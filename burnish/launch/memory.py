@@ -20,6 +20,7 @@ from burnish.recipe.trainable import LoraLearns
 REMEDIES = {
     "memory": "end other programs, lower engine.kv_mb, or use a smaller model or a larger machine",
     "cache": "lower engine.kv_mb",
+    "main memory": "end other programs, remove train.offload, or use a larger machine",
     "disk": "make room, choose another --out, or lower checkpoint.keep",
 }
 
@@ -97,16 +98,18 @@ def check_adapter_shape(source: ModelSource, train: TrainConfig) -> None:
         put(lora.learn(_empty(source.shape), train, 0), peft.read_adapter(source.adapter))
 
 
-def check_device(setting: str, *, sleep: bool) -> None:
+def check_device(setting: str, *, sleep: bool = False, offload: bool = False) -> None:
     """Raise a ConfigError if torch does not find the GPU that the setting ``device`` names, or if
-    the engine is to free GPU memory (``sleep``) and no GPU is used."""
+    the engine (``sleep``) or the optimizer (``offload``) is to free GPU memory and no GPU is
+    used."""
     name, _, number = setting.partition(":")
     known = torch.cuda.device_count()
     if name == "cuda" and int(number or 0) >= known:
         found = counted(known, "CUDA device") if known else "no CUDA device"
         raise ConfigError(f"device = '{setting}' but torch finds {found}; use 'auto'")
-    if sleep and find_device(setting) == "cpu":
-        raise ConfigError("engine.sleep = true frees memory of a GPU, and none is used; remove it")
+    for name, frees in {"engine.sleep": sleep, "train.offload": offload}.items():
+        if frees and find_device(setting) == "cpu":
+            raise ConfigError(f"{name} = true frees memory of a GPU, and none is used; remove it")
 
 
 def missing_room(
@@ -127,6 +130,8 @@ def missing_room(
         needed = [n._replace(resource="memory") if n.resource == "cache" else n for n in needed]
     saved = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*"))
     available = {"memory": free, "cache": total, "disk": hardware.disk(out) + saved}
+    if device != "cpu":
+        available["main memory"] = hardware.memory("cpu")[1]
     return compare_needs(needed, available)
 
 

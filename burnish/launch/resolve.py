@@ -76,7 +76,7 @@ def resolve(
     from burnish.launch import memory
     from burnish.launch.models import find_device, with_own_precision
 
-    memory.check_device(recipe.device, sleep=recipe.engine.sleep)
+    memory.check_device(recipe.device, sleep=recipe.engine.sleep, offload=recipe.train.offload)
     recipe = with_own_precision(recipe)
     train, engine = recipe.train, recipe.engine
     device = find_device(recipe.device) if recipe.model.is_language else "cpu"
@@ -107,7 +107,8 @@ def survey(recipe: Recipe, out: Path) -> Resolved:
     from burnish.launch import memory
     from burnish.launch.models import find_device, with_own_precision
 
-    unknown = problem_of(partial(memory.check_device, sleep=recipe.engine.sleep), recipe.device)
+    check = partial(memory.check_device, sleep=recipe.engine.sleep, offload=recipe.train.offload)
+    unknown = problem_of(check, recipe.device)
     problems = [*find_problems(recipe, out), *unknown]
     if unknown:
         recipe = recipe.model_copy(update={"device": "auto"})

@@ -85,7 +85,8 @@ class Need(NamedTuple):
     """Memory or disk space that a run needs."""
 
     resource: str
-    """"memory", "cache" (memory that fills as responses grow) or "disk"."""
+    """"memory" of the device, "cache" (memory that fills as responses grow), "main memory" of a
+    machine whose device is a GPU, or "disk"."""
     what: str
     size: int
     """Bytes."""
@@ -152,15 +153,17 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     files = counted(min(kept, saves), "checkpoint")
     kinds = {"the teacher": recipe.teacher, "the reward model": recipe.reward_model}
     others = [kind for kind, section in kinds.items() if section is not None]
+    moments, own = ("main memory", 8) if train.offload else ("memory", 16)
     found = [
         Need("memory", "fp32 masters", 4 * learned),
         Need("memory", "gradients", 4 * learned),
-        Need("memory", "Adam's moments", 8 * learned),
+        Need(moments, "Adam's moments", 8 * learned),
         Need("memory", f"{train.precision} weights", low * (still + learned * (low < 4))),
         Need("memory", f"frozen copies ({copies})", copies * low * learned),
         Need("memory", "the reference's average", 4 * learned * (kl.ema is not None and low < 4)),
         # The critic shares the master weights that are not trained.
-        Need("memory", "the critic", has_body * (16 * learned + (low < 4) * low * count)),
+        Need("memory", "the critic", has_body * (own * learned + (low < 4) * low * count)),
+        Need(moments, "the critic's moments", has_body * train.offload * 8 * learned),
         Need("memory", f"{' and '.join(others)} in {train.precision}", low * size.frozen),
     ]
     if recipe.on_mesh:

@@ -180,6 +180,10 @@ class TrainConfig(Section):
     recompute: bool = Field(
         False, description="whether layers are recomputed in the backward pass to save memory"
     )
+    offload: bool = Field(
+        False,
+        description="whether AdamW's moments are in main memory, and on the GPU only to be updated",
+    )
     precision: Precision = Field("auto", description="precision of forward and backward passes")
     learn: AnyLearning = Field(AllLearn(), description="the weights to train: all, layers or lora")
     learning_rate: float = Field(

@@ -34,12 +34,12 @@ from burnish.recipe.runtime import (
 )
 from burnish.recipe.selection import SelectionConfig
 from burnish.recipe.tasks import AgentsTask, AnyTask, EnvironmentTask, SortTask, VerifiersTask
-from burnish.recipe.trainable import AnyLearning
 
 ROWS = ["task.train", "task.validation", "task.columns"]
 """Settings of tasks with rows of data that a task with its own tasks does not read."""
 LANGUAGE = [
-    *("device", "engine", "train.learn", "train.recompute", "validation.max_tokens"),
+    *("device", "engine", "train.learn", "train.recompute", "train.offload"),
+    "validation.max_tokens",
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
     *("rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.repetition_penalty"),
     "rollout.truncated",
@@ -117,7 +117,7 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if isinstance(task, EnvironmentTask | AgentsTask):
         yield partial(check_turn_rules, task, rollout)
     if recipe.on_mesh:
-        yield partial(check_mesh_rules, runtime, model, task, train.learn, device)
+        yield partial(check_mesh_rules, runtime, model, task, train, device)
     ranks = recipe.mesh.data_ranks if recipe.on_mesh else 1
     if recipe.is_supervised:
         yield partial(check_batch_rules, None, 1, train.batch, ranks)
@@ -282,7 +282,7 @@ def check_patience(validation: ValidationConfig, steps: int) -> None:
 
 
 def check_mesh_rules(
-    runtime: AnyRuntime, model: AnyModel, task: AnyTask, learn: AnyLearning, device: str
+    runtime: AnyRuntime, model: AnyModel, task: AnyTask, train: TrainConfig, device: str
 ) -> None:
     """Raise a ConfigError unless the mesh trains all weights of a language model, which is not a
     reward model, and each rank can have its own device and process group."""
@@ -294,10 +294,15 @@ def check_mesh_rules(
         )
     if not model.is_language:
         raise ConfigError(f"a mesh needs a language model, got the sorting model; {no_mesh}")
-    if learn.name != "all":
+    if train.learn.name != "all":
         raise ConfigError(
-            f"a mesh trains all weights, got train.learn = '{learn.name}'; use train.learn = "
+            f"a mesh trains all weights, got train.learn = '{train.learn.name}'; use train.learn = "
             f"'all', or {no_mesh}"
+        )
+    if train.offload:
+        raise ConfigError(
+            "train.offload = true can't be combined with a mesh; use mesh.offload = true, or more "
+            "shards"
         )
     if task.name == "preferences":
         raise ConfigError(f"a mesh can't train a reward model; {no_mesh}")

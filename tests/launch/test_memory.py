@@ -6,7 +6,7 @@ from typing import Any
 from burnish.launch import memory
 from burnish.launch.resolve import resolve
 from burnish.machine import hardware
-from burnish.recipe.costs import SORTER_BYTES, Size, needs, shared_memory
+from burnish.recipe.costs import ENGINE, SORTER_BYTES, Size, needs, shared_memory
 from burnish.recipe.load import load_recipe
 
 SIZE = Size(parameters=1_000_000, cached=100, context=256, longest_prompt=20)
@@ -46,6 +46,31 @@ def test_too_little_room_is_said(tmp_path, monkeypatch):
     saved.mkdir(parents=True)
     (saved / "tensors").write_bytes(bytes(12_000_000))  # a resumed run has this one
     assert not lacks()
+
+
+def test_moments_in_main_memory_are_counted_there(tmp_path, monkeypatch):
+    """Of 16 bytes per weight to learn, 8 are the moments; a critic of its own has as many."""
+    rooms = {"cuda": (10**9, 10**9), "cpu": (10**9, 10**9)}
+    monkeypatch.setattr(hardware, "memory", lambda device="cpu": rooms[device])
+    monkeypatch.setattr(hardware, "disk", lambda path: 10**9)
+    sets = ["train.precision=fp32", "train.log_kl=false", "objective.kl=none", "engine.kv_mb=1"]
+    critic = ["objective.advantage=gae", "critic.shared=false"]
+    for more, learned in (([], 16), (critic, 32)):
+        found = []
+        for offload in (False, True):
+            recipe = load_recipe("keywords", [*sets, *more, f"train.offload={offload}".lower()])
+            sums = dict.fromkeys(("memory", "main memory"), 0)
+            for need in needs(recipe, SIZE):
+                if need.what != ENGINE and need.resource in sums:
+                    sums[need.resource] += need.size
+            found.append(sums)
+            assert not memory.missing_room(needs(recipe, SIZE), "cuda", tmp_path, ranks=1)
+        assert found[0] == {"memory": learned * 10**6, "main memory": 0}
+        assert found[1] == {"memory": learned * 10**6 // 2, "main memory": learned * 10**6 // 2}
+    rooms["cpu"] = 10**9, 10**7
+    (error,) = memory.missing_room(needs(recipe, SIZE), "cuda", tmp_path, ranks=1)
+    assert "needs 16 MB of main memory (the most: " in str(error)
+    assert "10 MB are available; end other programs, remove train.offload" in str(error)
 
 
 def test_the_room_that_weights_need(smollm2: Path) -> None:

@@ -1,5 +1,6 @@
 """The optimizer is AdamW, its schedules are functions of the step, its scale is dynamic."""
 
+import copy
 import dataclasses
 import math
 
@@ -58,7 +59,7 @@ def random_gradients(optimizer, random):
     for parameter in optimizer.masters.parameters():
         if parameter.requires_grad:
             gradient = torch.from_numpy(random.normal(size=tuple(parameter.shape)))
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
 
 def adapted():
@@ -147,6 +148,40 @@ def test_without_decay_steps_are_bitwise_those_of_one_group(name, precision):
     ours, theirs = found
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["qwen2", "lora", "critic"])
+def test_steps_with_moments_in_main_memory_are_bitwise_the_same(name, precision, device):
+    """With groups of both decays, parameters without gradients, and a state that is loaded."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    settings = {"weight_decay": 0.1, "learning_rate": 1e-2, "precision": precision}
+    found = []
+    for offload in (False, True):
+        model = (adapted() if name == "lora" else copy.deepcopy(MODELS[name]())).to(device)
+        optimizer = Optimizer(model, TrainConfig(**settings, offload=offload))
+        random = np.random.default_rng(0)
+        for step in range(5):
+            random_gradients(optimizer, random)
+            if step == 2:
+                optimizer._learning[0].grad = None
+            optimizer.step(step, optimizer.gradient_norm())
+            tensors, numbers = optimizer.state()
+            if step == 3:
+                other = Optimizer(copy.deepcopy(model), TrainConfig(**settings, offload=offload))
+                for key, value in other.state()[0].items():
+                    value.copy_(tensors[key])
+                other.load_numbers(numbers)
+                optimizer = other
+        tensors, _ = optimizer.state()
+        places = {t.device.type for key, t in tensors.items() if key.startswith("exp_avg")}
+        assert places == {"cpu" if offload else device}
+        low = {f"low.{n}": p for n, p in optimizer.policy.named_parameters()}
+        found.append({key: t.detach().cpu() for key, t in (tensors | low).items()})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
 def test_weight_decay_without_a_gradient_moves_nothing():
