@@ -17,7 +17,8 @@ from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingPara
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
-SAMPLING, LEARNING, STEPS = 0.4, 0.3, 20
+SAMPLING, LEARNING, STEPS = 2.0, 1.5, 5
+"""So long that what Ray adds to a step, up to half a second on busy cores, is small beside them."""
 
 
 class Sampler:
@@ -108,7 +109,7 @@ def test_one_rollout_ahead_takes_the_longer_of_the_two() -> None:
     """The quickest of up to three runs counts: other programs only add time."""
     apart, alone = run(lag=0)
     assert apart >= STEPS * (SAMPLING + LEARNING)
-    bound = 1.1 * STEPS * max(SAMPLING, LEARNING)
+    bound = 1.25 * STEPS * max(SAMPLING, LEARNING)  # one after the other takes 1.75 times as long
     for _ in range(3):
         together, overlap = run(lag=1)
         if together <= bound:
