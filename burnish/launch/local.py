@@ -20,6 +20,7 @@ from burnish.environments.pool import EnvironmentPool
 from burnish.environments.protocol import ANSWERING
 from burnish.errors import BurnishError
 from burnish.launch import engines
+from burnish.launch.memory import check_offload
 from burnish.launch.models import DTYPES, ModelSource, open_model, open_policy, with_reward_head
 from burnish.launch.resolve import Resolved
 from burnish.launch.settings import (
@@ -200,6 +201,7 @@ def build_learner(resolved: Resolved) -> Learner:
     """Build the learner of a run in this process: it trains a reward model on preferences if that
     is the task, otherwise a policy."""
     recipe = resolved.recipe
+    check_offload(recipe.train, resolved.device)
     if not isinstance(recipe.task, PreferencesTask):
         return build_policy_learner(resolved)
     policy = open_policy(resolved.source, recipe.train, recipe.seed)

@@ -98,18 +98,23 @@ def check_adapter_shape(source: ModelSource, train: TrainConfig) -> None:
         put(lora.learn(_empty(source.shape), train, 0), peft.read_adapter(source.adapter))
 
 
-def check_device(setting: str, *, sleep: bool = False, offload: bool = False) -> None:
+def check_device(setting: str, *, sleep: bool) -> None:
     """Raise a ConfigError if torch does not find the GPU that the setting ``device`` names, or if
-    the engine (``sleep``) or the optimizer (``offload``) is to free GPU memory and no GPU is
-    used."""
+    the engine is to free GPU memory (``sleep``) and no GPU is used."""
     name, _, number = setting.partition(":")
     known = torch.cuda.device_count()
     if name == "cuda" and int(number or 0) >= known:
         found = counted(known, "CUDA device") if known else "no CUDA device"
         raise ConfigError(f"device = '{setting}' but torch finds {found}; use 'auto'")
-    for name, frees in {"engine.sleep": sleep, "train.offload": offload}.items():
-        if frees and find_device(setting) == "cpu":
-            raise ConfigError(f"{name} = true frees memory of a GPU, and none is used; remove it")
+    if sleep and find_device(setting) == "cpu":
+        raise ConfigError("engine.sleep = true frees memory of a GPU, and none is used; remove it")
+
+
+def check_offload(train: TrainConfig, device: str) -> None:
+    """Raise a ConfigError if a learner on ``device`` is to free GPU memory and uses no GPU. On Ray,
+    only the learner's actor knows its device; programs without a learner need no check."""
+    if train.offload and device == "cpu":
+        raise ConfigError("train.offload = true frees memory of a GPU, and none is used; remove it")
 
 
 def missing_room(

@@ -76,12 +76,14 @@ def resolve(
     from burnish.launch import memory
     from burnish.launch.models import find_device, with_own_precision
 
-    memory.check_device(recipe.device, sleep=recipe.engine.sleep, offload=recipe.train.offload)
+    memory.check_device(recipe.device, sleep=recipe.engine.sleep)
     recipe = with_own_precision(recipe)
     train, engine = recipe.train, recipe.engine
     device = find_device(recipe.device) if recipe.model.is_language else "cpu"
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # for what is not told the device, such as Triton's kernels
+    if checks and out is not None and recipe.runtime.name != "ray":
+        memory.check_offload(train, device)
     _warn_of_slow_precision({engine.precision, train.precision}, device)
     model, frozen = _find_models(recipe.model, recipe.frozen_models, recipe.seed, fetch=True)
     if model is None:
@@ -107,14 +109,15 @@ def survey(recipe: Recipe, out: Path) -> Resolved:
     from burnish.launch import memory
     from burnish.launch.models import find_device, with_own_precision
 
-    check = partial(memory.check_device, sleep=recipe.engine.sleep, offload=recipe.train.offload)
-    unknown = problem_of(check, recipe.device)
+    unknown = problem_of(partial(memory.check_device, sleep=recipe.engine.sleep), recipe.device)
     problems = [*find_problems(recipe, out), *unknown]
     if unknown:
         recipe = recipe.model_copy(update={"device": "auto"})
     recipe = with_own_precision(recipe)
     train, engine = recipe.train, recipe.engine
     device = find_device(recipe.device) if recipe.model.is_language else "cpu"
+    if recipe.runtime.name != "ray":
+        problems += problem_of(memory.check_offload, train, device)
     if any(isinstance(problem, ModelError) for problem in problems):
         return Resolved(recipe, device, problems=tuple(problems))
     model, frozen = _find_models(recipe.model, recipe.frozen_models, recipe.seed, fetch=False)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from burnish.errors import RunError
 from burnish.learner.ranks import Ranks, SingleProcess, local
 from burnish.model.protocol import Module
 from burnish.recipe.recipe import TrainConfig
@@ -217,12 +218,18 @@ def _zeros_in_main_memory(like: Tensor) -> Tensor:
     """Return zeros of the shape of a parameter in main memory, pinned if the parameter is on a GPU,
     which then reads and writes them at full speed.
 
-    torch's own pinned memory is not used: it rounds sizes up to powers of two."""
+    torch's own pinned memory is not used: it rounds sizes up to powers of two. Raise a RunError if
+    the system does not allow to pin so much."""
     zeros = torch.zeros(like.shape, dtype=like.dtype)
     if like.is_cuda and zeros.numel():
         driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         place, size = zeros.data_ptr(), zeros.numel() * zeros.element_size()
-        torch.cuda.check_error(int(driver.cudaHostRegister(place, size, 0)))
+        if error := int(driver.cudaHostRegister(place, size, 0)):
+            raise RunError(
+                f"the system does not pin {size:,} bytes of main memory for AdamW's moments (CUDA "
+                f"error {error}); raise its limit of locked memory (ulimit -l), or remove "
+                "train.offload"
+            )
         weakref.finalize(zeros, driver.cudaHostUnregister, place).atexit = False
     return zeros
 

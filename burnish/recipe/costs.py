@@ -153,7 +153,8 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     files = counted(min(kept, saves), "checkpoint")
     kinds = {"the teacher": recipe.teacher, "the reward model": recipe.reward_model}
     others = [kind for kind, section in kinds.items() if section is not None]
-    moments, own = ("main memory", 8) if train.offload else ("memory", 16)
+    moments = "main memory" if train.offload else "memory"
+    fixed = 8 if train.offload else 16  # bytes per trainable weight in the device's memory
     found = [
         Need("memory", "fp32 masters", 4 * learned),
         Need("memory", "gradients", 4 * learned),
@@ -162,7 +163,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         Need("memory", f"frozen copies ({copies})", copies * low * learned),
         Need("memory", "the reference's average", 4 * learned * (kl.ema is not None and low < 4)),
         # The critic shares the master weights that are not trained.
-        Need("memory", "the critic", has_body * (own * learned + (low < 4) * low * count)),
+        Need("memory", "the critic", has_body * (fixed * learned + (low < 4) * low * count)),
         Need(moments, "the critic's moments", has_body * train.offload * 8 * learned),
         Need("memory", f"{' and '.join(others)} in {train.precision}", low * size.frozen),
     ]

@@ -158,15 +158,6 @@ def test_an_engine_sleeps_on_a_gpu_alone():
         memory.check_device("cpu", sleep=recipe.engine.sleep)
 
 
-def test_moments_leave_a_gpu_alone():
-    with pytest.raises(ConfigError, match=r"train\.offload = true frees memory of a GPU"):
-        memory.check_device("cpu", offload=True)
-    with pytest.raises(ConfigError, match=r"train\.offload = true can't be .* use mesh\.offload"):
-        load_recipe("keywords", ["train.offload=true", "mesh.shard=2", "runtime=ray"])
-    with pytest.raises(ConfigError, match="offload"):
-        load_recipe("sort", ["train.offload=true"])
-
-
 def test_an_environment_without_the_engine_is_named():
     recipe = load_recipe("keywords", "engine.name=vllm")
     if find_spec("vllm") is None:

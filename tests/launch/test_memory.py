@@ -1,10 +1,14 @@
 """A run that needs more memory, cache or disk than the machine has is refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
-from burnish.launch import memory
-from burnish.launch.resolve import resolve
+import pytest
+
+from burnish.errors import ConfigError
+from burnish.launch import local, memory
+from burnish.launch.resolve import resolve, survey
 from burnish.machine import hardware
 from burnish.recipe.costs import ENGINE, SORTER_BYTES, Size, needs, shared_memory
 from burnish.recipe.load import load_recipe
@@ -71,6 +75,27 @@ def test_moments_in_main_memory_are_counted_there(tmp_path, monkeypatch):
     (error,) = memory.missing_room(needs(recipe, SIZE), "cuda", tmp_path, ranks=1)
     assert "needs 16 MB of main memory (the most: " in str(error)
     assert "10 MB are available; end other programs, remove train.offload" in str(error)
+
+
+def test_only_a_learner_on_a_gpu_moves_its_moments(tmp_path):
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+    model = {"name": "scratch", "tokenizer": "bytes", **size}
+    given = {"model": model, "device": "cpu", "task": "keywords", "train": {"offload": True}}
+    recipe = load_recipe(given)
+    told = r"train\.offload = true frees memory of a GPU"
+    with pytest.raises(ConfigError, match=told):
+        resolve(recipe, tmp_path / "run")
+    assert any(re.search(told, str(one)) for one in survey(recipe, tmp_path / "run").problems)
+    with pytest.raises(ConfigError, match=told):
+        local.build_learner(resolve(recipe))
+    # An evaluation and the actors of Ray other than the learner's may have no GPU.
+    on_ray = load_recipe(given, ["runtime=ray"])
+    assert resolve(recipe).device == resolve(on_ray, tmp_path / "run").device == "cpu"
+    assert survey(on_ray, tmp_path / "run").problems == ()
+    with pytest.raises(ConfigError, match=r"train\.offload = true can't be .* use mesh\.offload"):
+        load_recipe("keywords", ["train.offload=true", "mesh.shard=2", "runtime=ray"])
+    with pytest.raises(ConfigError, match="offload"):
+        load_recipe("sort", ["train.offload=true"])
 
 
 def test_the_room_that_weights_need(smollm2: Path) -> None:
