@@ -326,16 +326,23 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % (16 // x.dtype.itemsize))).contiguous()
 
 
+def has_flash(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Return whether a device has the varlen flash kernel for heads of this width and dtype."""
+    if device.type != "cuda" or dtype.itemsize != 2 or width % 8 or width > 256:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def packed(
     segment_offsets: Tensor, segment_is_prompt: Tensor, dtype: torch.dtype, width: int
 ) -> Attend:
     """Build the fastest attention function for a pack's segments on their device, given the dtype
     of queries and keys and the head width. For the segments see `PackedAttention`."""
     device = segment_offsets.device
+    if has_flash(device, dtype, width):
+        return FlashPackedAttention(segment_offsets, segment_is_prompt)
     if device.type == "cuda":
         is_recent = torch.cuda.get_device_capability(device) >= (8, 0)
-        if is_recent and dtype.itemsize == 2 and width % 8 == 0 and width <= 256:
-            return FlashPackedAttention(segment_offsets, segment_is_prompt)
         has_kernel = dtype in (torch.float32, torch.float16) or (is_recent and dtype.itemsize == 2)
         if has_kernel and len(segment_is_prompt) > FEW:
             return EfficientPackedAttention(segment_offsets, segment_is_prompt)

@@ -7,8 +7,9 @@ head.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Cache:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages in all layers, given (source, target) pairs. All sources are read before any
         target is written, so a page may be both."""
-        source, target = torch.tensor(pairs, device=self.device).T
+        source, target = self.tensor(pairs).T
         self._pool[:, :, target] = self._pool[:, :, source]
 
     def clear(self, pages: Sequence[int]) -> None:
@@ -75,7 +76,32 @@ class Cache:
 
     def tensor(self, values: object) -> Tensor:
         """Return integers as an int64 tensor on the cache's device."""
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
+        return upload(np.asarray(values, dtype=np.int64), self.device)
+
+
+def upload(numbers: Array, device: torch.device | str) -> Tensor:
+    """Copy an array to a device. The host does not wait for a GPU, which reads pinned memory by
+    itself."""
+    given = torch.from_numpy(numbers)
+    if torch.device(device).type == "cuda":
+        given = given.pin_memory()
+    return given.to(device, non_blocking=True)
+
+
+def download(*tensors: Tensor) -> Callable[[], Sequence[Tensor]]:
+    """Begin to copy tensors to main memory. Return a function that waits for the copies, but not
+    for what the device does after them, and returns them."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if not tensors[0].is_cuda:
+        return lambda: copies
+    is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    is_done.record()
+
+    def read() -> Sequence[Tensor]:
+        is_done.synchronize()
+        return copies
+
+    return read
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -147,11 +173,19 @@ def order(runs: Sequence[TokenRun]) -> list[TokenRun]:
     return ordered
 
 
+def positions_of(runs: Sequence[TokenRun]) -> Array:
+    """Return the position in its sequence of each token of the runs, as [N]."""
+    starts, counts = np.array([(run.start, run.count) for run in runs], np.int64).reshape(-1, 2).T
+    first = counts.cumsum() - counts
+    positions: Array = np.arange(counts.sum()) + (starts - first).repeat(counts)
+    return positions
+
+
 def slots_of(runs: Sequence[TokenRun], size: int) -> Array:
     """Return the slot of each token of the runs in the cache, page · size + offset, as [N]."""
-    found = []
-    for run in runs:
-        positions = np.arange(run.start, run.end)
-        pages = np.asarray(run.sequence.pages, dtype=np.int64)
-        found.append(pages[positions // size] * size + positions % size)
-    return np.concatenate(found)
+    positions = positions_of(runs)
+    lengths = np.array([len(run.sequence.pages) for run in runs], np.int64)
+    first = (lengths.cumsum() - lengths).repeat([run.count for run in runs])
+    pages = np.fromiter(chain.from_iterable(run.sequence.pages for run in runs), np.int64)
+    slots: Array = pages[first + positions // size] * size + positions % size
+    return slots

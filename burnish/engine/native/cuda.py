@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from burnish.engine.native import decoding, sampler
-from burnish.engine.native.cache import Cache, TokenRun, slots_of
+from burnish.engine.native.cache import Cache, TokenRun, download, slots_of
+from burnish.engine.native.cuda_layers import CudaLayers
 from burnish.engine.native.decoding import Buffers, Rows
-from burnish.engine.native.plain import RunAttention, last_states
+from burnish.engine.native.plain import Block, RunAttention, last_states
 from burnish.engine.native.sequence import Sequence as Sample
 from burnish.model.attention import Attend
 from burnish.model.matmul import linear
@@ -30,7 +31,17 @@ if TYPE_CHECKING:
 
 
 LOOK = 4
-"""Number of steps after which the host looks whether all rows have ended."""
+"""Number of steps after which the host looks whether all rows have ended. The device has one to two
+times as many steps left to do."""
+
+
+class Look(NamedTuple):
+    """Whether any row went on after some of the steps, which the device tells later."""
+
+    is_known: Callable[[], bool]
+    """Function that returns whether the device has done these steps."""
+    runs: Callable[[], bool]
+    """Function that waits for these steps and returns whether any row went on."""
 
 
 def usable(width: int) -> bool:
@@ -64,6 +75,7 @@ class Cuda:
         self._heads: dict[tuple[int, bool], Callable[[], None]] = {}
         """Functions that draw a token from these hidden states and advance the rows."""
         self._pool: Any = None
+        self._layers = CudaLayers(model, cache)
 
     def hidden(self, runs: Sequence[TokenRun]) -> Tensor:
         if all(run.count == 1 for run in runs):
@@ -71,46 +83,49 @@ class Cuda:
             run_body, hidden = self._bodies[kind]
             run_body()
             return hidden[: len(runs)]
-        return last_states(self._model, PagedAttention, self._cache, runs)
+        return last_states(self._run_prompts, PagedAttention, self._cache, runs)
 
     def sample_ahead(
-        self, samples: Sequence[Sample], steps: int
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample up to ``steps`` tokens of samples that all decode, without waiting for the device
-        in between. Pages for these tokens must be allocated (`Scheduler.reserve`). The samples
+        self, samples: Sequence[Sample], steps: int, before: Block | None = None
+    ) -> CudaBlock:
+        """Begin to sample up to ``steps`` tokens of samples that all decode. Pages for these tokens
+        and those of the block before must be allocated (`Scheduler.reserve`). The samples
         themselves are not changed. See `plain.SampleAhead`."""
-        kind = self._give(samples)
-        run_body, run_head = self._bodies[kind][0], self._heads[kind]
-        rows = self._buffers.rows(kind[0])
-        looks: list[Callable[[], bool]] = []
-        for step in range(0, steps, LOOK):
-            # The device still has `LOOK` steps to do. If all rows have ended, further steps would
-            # change nothing.
-            if len(looks) > 1 and not looks[-2]():
-                break
-            for _ in range(min(LOOK, steps - step)):
-                run_body()
-                run_head()
-            looks.append(self._look(rows))
-        drawn = rows.drawn[: len(samples)].tolist()
-        tokens, logprobs = (x[: len(samples), :steps].tolist() for x in rows[-2:])
-        return (
-            [own[:count] for own, count in zip(tokens, drawn, strict=True)],
-            [own[:count] for own, count in zip(logprobs, drawn, strict=True)],
-        )
+        if before is None:
+            return CudaBlock(self, samples, steps, self._give(samples), [])
+        assert isinstance(before, CudaBlock), "blocks of a backend follow each other"
+        before.queue()  # all of its steps read the state that is overwritten here
+        place = {sample: row for row, sample in enumerate(before.samples)}
+        keep = self._cache.tensor([place[sample] for sample in samples])
+        old = self._buffers.rows(before.kind[0])
+        tokens, counts = old.tokens[keep], old.counts[keep]
+        kind = self._give(samples, before.steps)
+        decoding.go_on(self._buffers.rows(kind[0]), tokens, counts)
+        return CudaBlock(self, samples, steps, kind, before.looks[-2:])
 
-    def _look(self, rows: Rows) -> Callable[[], bool]:
-        """Return a function that waits until the device has done all steps up to now, and returns
-        whether a row had not ended then."""
-        longest = rows.counts.amax().to("cpu", non_blocking=True)
+    def run_step(self, kind: tuple[int, bool]) -> None:
+        """Compute and draw a token of each row, and advance the rows."""
+        run_body, _ = self._bodies[kind]
+        run_body()
+        self._heads[kind]()
+
+    def look(self, kind: tuple[int, bool]) -> Look:
+        """Return whether a row has not ended after all steps up to now."""
+        longest = self._buffers.rows(kind[0]).counts.amax().to("cpu", non_blocking=True)
         is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_done.record()
 
-        def look() -> bool:
+        def runs() -> bool:
             is_done.synchronize()
             return bool(longest)
 
-        return look
+        return Look(is_done.query, runs)
+
+    def copy_drawn(self, kind: tuple[int, bool]) -> Callable[[], Sequence[Tensor]]:
+        """Begin to copy the numbers of drawn tokens, the tokens and their log-probabilities. Return
+        a function that waits for them."""
+        rows = self._buffers.rows(kind[0])
+        return download(rows.drawn, rows.found, rows.logprobs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._wide_head is None:
@@ -126,11 +141,12 @@ class Cuda:
         model = self._model
         return (model.embed if model.head is None else model.head).weight.detach()
 
-    def _give(self, samples: Sequence[Sample]) -> tuple[int, bool]:
+    def _give(self, samples: Sequence[Sample], drawn: int = 0) -> tuple[int, bool]:
         """Write the state of the rows, and record the graphs of their kind if there are none yet.
-        Return the kind: the number of rows, including padding, and whether some share pages."""
+        Return the kind: the number of rows, including padding, and whether some share pages.
+        ``drawn``: see `decoding.state_of`."""
         rows = padded(len(samples))
-        integers, floats, shares = decoding.state_of(samples, rows, self._cache.size)
+        integers, floats, shares = decoding.state_of(samples, rows, self._cache.size, drawn)
         kind = rows, shares
         if kind not in self._bodies:  # recording overwrites the state
             self._record(kind)
@@ -169,9 +185,12 @@ class Cuda:
 
         items = rows.items[: max(1, len(rows.items) // 2)] if shares else None
         table = PageTable(rows.pages, rows.firsts, rows.counts, rows.owns, items)
-        attend = attention(self._cache, rows.slots, table)
-        hidden: Tensor = self._model(rows.tokens, rows.positions, attend)
-        return hidden
+        attend = paged_attention(self._cache, table)
+        return self._layers(rows.tokens, rows.positions, rows.slots, attend)
+
+    def _run_prompts(self, tokens: Tensor, positions: Tensor, attend: PagedAttention) -> Tensor:
+        """Run the model on the tokens [N] of a step with prompts; return their hidden states."""
+        return self._layers(tokens, positions, attend.slots, attend)
 
     def _draw(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Draw a token for each row and advance the rows; return their logits [S, V]."""
@@ -182,42 +201,101 @@ class Cuda:
         return logits
 
 
+class CudaBlock:
+    """A block of decoding steps on the GPU: see `plain.Block`.
+
+    The host queues `LOOK` steps at a time, when it knows that some rows went on after the steps
+    before the last ones. If all rows have ended, further steps would change nothing.
+    """
+
+    def __init__(
+        self,
+        backend: Cuda,
+        samples: Sequence[Sample],
+        steps: int,
+        kind: tuple[int, bool],
+        looks: Sequence[Look],
+    ) -> None:
+        """Queue the first steps. The state of the rows is written. ``kind``: see `Cuda._give`.
+        ``looks``: the last ones of the block before."""
+        self.samples, self.steps, self.kind = samples, steps, kind
+        self.looks = list(looks)
+        self._backend, self._queued, self._is_over = backend, 0, False
+        self._results: Callable[[], Sequence[Tensor]] | None = None
+        self._queue_some()
+
+    def pump(self) -> None:
+        while self._results is None and (len(self.looks) < 2 or self.looks[-2].is_known()):
+            self._queue_some()
+
+    def queue(self) -> bool:
+        while self._results is None:
+            self._queue_some()
+        return not self._is_over
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        self.queue()
+        assert self._results is not None, "all steps are queued"
+        drawn, tokens, logprobs = (field.tolist() for field in self._results())
+        counts = drawn[: len(self.samples)]
+        return (
+            [own[:count] for own, count in zip(tokens, counts, strict=False)],
+            [own[:count] for own, count in zip(logprobs, counts, strict=False)],
+        )
+
+    def _queue_some(self) -> None:
+        """Queue the next `LOOK` steps, or the copies of the results if no steps are left."""
+        self._is_over = len(self.looks) > 1 and not self.looks[-2].runs()
+        steps = 0 if self._is_over else min(LOOK, self.steps - self._queued)
+        for _ in range(steps):
+            self._backend.run_step(self.kind)
+        self._queued += steps
+        if steps:
+            self.looks.append(self._backend.look(self.kind))
+        if self._is_over or self._queued == self.steps:
+            self._results = self._backend.copy_drawn(self.kind)
+
+
 class PagedAttention:
-    """The attention function of a step with prompts. It writes the new keys and values to their
-    pages; decoding rows, which come first, use a Triton kernel, and prompts use `RunAttention`."""
+    """The attention function of a step with prompts, whose keys and values are in their pages.
+    Decoding rows, which come first, use a Triton kernel, and prompts use `RunAttention`."""
 
     def __init__(self, cache: Cache, runs: Sequence[TokenRun]) -> None:
         from burnish.engine.native.cuda_kernels import PageTable
 
+        self.slots = cache.tensor(slots_of(runs, cache.size))
+        """[N] slots of the keys and values."""
         first = [run for run in runs if run.count == 1]
         pages = list(chain.from_iterable(run.sequence.pages for run in first))
         places = np.cumsum([0, *(len(run.sequence.pages) for run in first)])[:-1]
         ends = [run.end for run in first]
         table = PageTable(*map(cache.tensor, (pages, places, ends, [0] * len(first))))
-        self._decode = attention(cache, cache.tensor(slots_of(runs, cache.size)), table)
+        self._decode = paged_attention(cache, table)
         self._rows, self._rest = len(first), RunAttention(cache, runs[len(first) :])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q)
-        out[: self._rows] = self._decode(layer, q[: self._rows], k, v)
+        if self._rows:
+            out[: self._rows] = self._decode(layer, q[: self._rows], k, v)
         self._rest(layer, q, k, v, out)
         return out
 
 
-def attention(cache: Cache, slots: Tensor, table: PageTable) -> Attend:
-    """Return an attention function that writes k and v [N, Hkv, D] to their slots [N], and computes
-    the attention of decoding rows q [S, Hq, D] to their pages."""
+def paged_attention(cache: Cache, table: PageTable) -> Attend:
+    """Return an attention function of decoding rows q [S, Hq, D] to the keys and values in their
+    pages, among which are those of the rows."""
     from burnish.engine.native import cuda_kernels
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pools = cache.slots(layer)
-        cuda_kernels.write_pages(*pools, slots, k, v)
-        return cuda_kernels.attend(q, *pools, table, cache.size) if len(q) else q
+        return cuda_kernels.attend(q, *cache.slots(layer), table, cache.size)
 
     return attend
 
 
 def padded(rows: int) -> int:
-    """Round a number of rows up to 8, 16, 32, 64 or a multiple of 128, so that there are few graphs
-    and little padding."""
-    return -(-rows // 128) * 128 if rows > 64 else max(8, 1 << (rows - 1).bit_length())
+    """Round a number of rows up to 1, 8, 16, 32, a multiple of 64 up to 256, or a multiple of 128,
+    so that there are few graphs and little padding."""
+    if rows > 64:
+        size = 64 if rows <= 256 else 128
+        return -(-rows // size) * size
+    return 1 if rows == 1 else max(8, 1 << (rows - 1).bit_length())

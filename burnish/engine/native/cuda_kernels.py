@@ -1,4 +1,4 @@
-"""Triton kernels for decoding, which write to pages and attend to them in place.
+"""Triton kernels for decoding, which attend to pages in place.
 
 One program per row, key head and part of the row's tokens iterates over pages with a running
 maximum and sum. Another kernel attends to the pages that several rows share, once for all of them.
@@ -7,6 +7,7 @@ A third one merges the parts.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.engine.native.decoding import GROUP
+from burnish.engine.native.layer_kernels import early
 
-TILES = {64: (32, 1, 2), 128: (64, 2, 2)}
-"""Number of keys that a program reads at a time, warps of a program, and stages of its loads, for
-heads up to these widths. More stages keep more loads in flight, but fewer programs fit."""
+TILE = 32
+"""Number of keys that a program reads at a time."""
+MANY = 1024
+"""Number of programs with wide heads from which on two stages of loads are faster than three. More
+stages keep more loads in flight, but fewer programs fit on a multiprocessor."""
 LEAST = 16
 """Minimum number of rows and columns of a Triton matrix product."""
 PROGRAMS = 264
@@ -51,32 +55,38 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, size: int)
     (rows, queries, width), heads = q.shape, keys.shape[1]
     repeat = queries // heads
     mates = triton.next_power_of_2(repeat)
-    tokens, warps, stages = TILES.get(max(64, width), TILES[128])
-    shape = {"HEADS": heads, "REPEAT": repeat, "WIDTH": width, "SIZE": size, "TOKENS": tokens}
-    tuned = {"num_warps": warps, "num_stages": stages}
+    shape = {"HEADS": heads, "REPEAT": repeat, "WIDTH": width, "SIZE": size, "TOKENS": TILE}
     parts, shared, items = divided(rows * heads), 0, table.items
     if items is not None:
         shared = divided(rows // GROUP * heads)
-    given = *table[:4], width**-0.5
-    padded = max(LEAST, mates)
-    if parts + shared == 1:
-        grid = rows, heads
-        own = {"PADDED": padded, "PARTS": 1, "WHOLE": True}
-        _attend[grid](q, keys, values, out, out, *given, **shape, **own, **tuned)
-        return out
-    mixes = q.new_empty(parts + shared, *q.shape, dtype=torch.float32)
+    scale, padded = width**-0.5, max(LEAST, mates)
+    # Of each part: the weighted sum of the values, the largest score and the sum of the weights. A
+    # single part begins with the result for the shared tokens, and needs no memory of its own.
+    is_whole = parts == 1 and shared <= 1
+    mixes = q.new_empty(shared + (0 if is_whole else parts), *q.shape, dtype=torch.float32)
     sums = mixes.new_empty(*mixes.shape[:3], 2)
-    grid = rows, heads, parts
-    own = {"PADDED": padded, "PARTS": parts, "WHOLE": False}
-    _attend[grid](q, keys, values, mixes, sums, *given, **shape, **own, **tuned)
+    aside = None
     if items is not None:
-        more = mixes[parts:], sums[parts:], table.pages, items, width**-0.5, rows
+        given = q, keys, values, mixes, sums, table.pages, items, scale, rows
         sizes = {"MATES": mates, "GROUP": GROUP, "PADDED": max(LEAST, mates * GROUP)}
-        grid = len(items), heads, shared
-        _attend_shared[grid](q, keys, values, *more, **shape, **sizes, PARTS=shared)
-    sizes = {"PARTS": parts, "ALL": parts + shared, "WIDTH": width}
-    padded = triton.next_power_of_2(parts + shared)
-    _merge[rows, queries](mixes, sums, table.owns, out, rows, **sizes, PADDED=padded, num_warps=1)
+        grid = heads, len(items), shared
+        if q.is_cuda and not is_whole:  # beside the kernel of the other tokens
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            aside.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if aside is None else torch.cuda.stream(aside):
+            _attend_shared[grid](*given, **shape, **sizes, PARTS=shared)
+    own = {"PADDED": padded, "PARTS": parts, "WHOLE": is_whole, "BEGUN": is_whole and shared == 1}
+    target = (out, mixes, sums) if is_whole else (out, mixes[shared:], sums[shared:])
+    grid = heads, rows, parts  # the heads of a token are neighbours in memory
+    stages = 3 if width <= 64 or rows * heads < MANY else 2
+    given, start = (q, keys, values, *target, *table[:4], scale), early(rows, q)
+    _attend[grid](*given, **shape, **own, **start, num_warps=1, num_stages=stages)
+    if aside is not None:
+        torch.cuda.current_stream().wait_stream(aside)
+    if not is_whole:
+        sizes = {"SHARED": shared, "ALL": parts + shared, "WIDTH": width}
+        sizes["PADDED"] = triton.next_power_of_2(parts + shared)
+        _merge[rows, queries](mixes, sums, table.owns, out, rows, **sizes, **start, num_warps=1)
     return out
 
 
@@ -84,30 +94,6 @@ def divided(programs: int) -> int:
     """Return into how many parts tokens are divided so that there are about `PROGRAMS` programs."""
     wanted = max(1, PROGRAMS // max(1, programs))
     return min(PARTS, 1 << (wanted.bit_length() - 1))
-
-
-def write_pages(
-    keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor
-) -> None:
-    """Write new keys and values [N, Hkv, D] into keys and values [slots, Hkv, D] at these slots
-    [N], which must all be different. A row with slot −1 is skipped.
-
-    PyTorch's own index_copy_ would sort the slots first in deterministic mode.
-    """
-    width = keys.shape[1] * keys.shape[2]
-    fresh = new_keys.contiguous(), new_values.contiguous()
-    padded = triton.next_power_of_2(width)
-    _write[(len(slots),)](keys, values, slots, *fresh, WIDTH=width, PADDED=padded)
-
-
-@triton.jit
-def _write(keys, values, slots, new_keys, new_values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    slot = tl.load(slots + row)
-    real, target = column < tl.where(slot < 0, 0, WIDTH), slot * WIDTH + column
-    source = row * WIDTH + column
-    tl.store(keys + target, tl.load(new_keys + source, mask=real), mask=real)
-    tl.store(values + target, tl.load(new_values + source, mask=real), mask=real)
 
 
 @triton.jit
@@ -120,23 +106,25 @@ def _scan(
     high,
     head,
     scale,
+    peak,
+    total,
+    mix,
     HEADS: tl.constexpr,
-    PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Attend from query [PADDED, WIDTH] to the tokens low … high − 1 of ``pages``; return the
-    largest score, the sum of the weights, and the weighted sum of the values."""
+    largest score, the sum of the weights, and the weighted sum of the values, of these tokens and
+    of those before, for which ``peak``, ``total`` and ``mix`` are the same."""
     column, token = tl.arange(0, WIDTH), tl.arange(0, TOKENS)
-    peak = tl.full((PADDED,), float("-inf"), tl.float32)
-    total = tl.zeros((PADDED,), tl.float32)
-    mix = tl.zeros((PADDED, WIDTH), tl.float32)
+    # Pages are loaded one tile ahead, because the loads of keys and values wait for them.
+    page = tl.load(pages + (low + token) // SIZE, mask=low + token < high, other=0)
     for start in range(low, high, TOKENS):
         at = start + token
         seen = at < high
-        page = tl.load(pages + at // SIZE, mask=seen, other=0)
         slot = (page * SIZE + at % SIZE) * HEADS + head
+        page = tl.load(pages + (at + TOKENS) // SIZE, mask=at + TOKENS < high, other=0)
         where = slot[:, None] * WIDTH + column[None, :]
         k = tl.load(keys + where, mask=seen[:, None], other=0.0)
         v = tl.load(values + where, mask=seen[:, None], other=0.0)
@@ -157,6 +145,7 @@ def _attend(
     keys,
     values,
     out,
+    mixes,
     sums,
     pages,
     firsts,
@@ -171,8 +160,13 @@ def _attend(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
+    BEGUN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head, row, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, count, own = tl.load(firsts + row), tl.load(counts + row), tl.load(owns + row)
     mates, column = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     mine = (row * HEADS + head) * REPEAT + mates
@@ -182,16 +176,24 @@ def _attend(
     each = tl.cdiv(tl.cdiv(count - own, PARTS), TOKENS) * TOKENS
     low = own + part * each
     high = tl.minimum(low + each, count)
+    peak = tl.full((PADDED,), float("-inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    mix = tl.zeros((PADDED, WIDTH), tl.float32)
+    if BEGUN:
+        has = real & (own > 0)
+        peak = tl.load(sums + 2 * mine, mask=has, other=float("-inf"))
+        total = tl.load(sums + 2 * mine + 1, mask=has, other=0.0)
+        mix = tl.load(mixes + place, mask=has[:, None], other=0.0)
     peak, total, mix = _scan(
-        query, keys, values, pages + first, low, high, head, scale,
-        HEADS, PADDED, WIDTH, SIZE, TOKENS,
+        query, keys, values, pages + first, low, high, head, scale, peak, total, mix,
+        HEADS, WIDTH, SIZE, TOKENS,
     )  # fmt: skip
     if WHOLE:
         share = tl.where(total != 0, 1 / tl.where(total != 0, total, 1.0), 0.0)
         tl.store(out + place, mix * share[:, None], mask=wide)
     else:
-        mine += part * tl.num_programs(0).to(tl.int64) * HEADS * REPEAT
-        tl.store(out + mine[:, None] * WIDTH + column[None, :], mix, mask=wide)
+        mine += part * tl.num_programs(1).to(tl.int64) * HEADS * REPEAT
+        tl.store(mixes + mine[:, None] * WIDTH + column[None, :], mix, mask=wide)
         tl.store(sums + 2 * mine, peak, mask=real)
         tl.store(sums + 2 * mine + 1, total, mask=real)
 
@@ -217,8 +219,8 @@ def _attend_shared(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    head, part = tl.program_id(1), tl.program_id(2)
-    item = items + tl.program_id(0) * (2 + GROUP)
+    head, part = tl.program_id(0), tl.program_id(2)
+    item = items + tl.program_id(1) * (2 + GROUP)
     first, count = tl.load(item), tl.load(item + 1)
     if count > 0:
         lane, column = tl.arange(0, PADDED), tl.arange(0, WIDTH)
@@ -231,9 +233,12 @@ def _attend_shared(
         each = tl.cdiv(tl.cdiv(count, PARTS), TOKENS) * TOKENS
         low = part * each
         high = tl.minimum(low + each, count)
+        peak = tl.full((PADDED,), float("-inf"), tl.float32)
+        total = tl.zeros((PADDED,), tl.float32)
+        mix = tl.zeros((PADDED, WIDTH), tl.float32)
         peak, total, mix = _scan(
-            query, keys, values, pages + first, low, high, head, scale,
-            HEADS, PADDED, WIDTH, SIZE, TOKENS,
+            query, keys, values, pages + first, low, high, head, scale, peak, total, mix,
+            HEADS, WIDTH, SIZE, TOKENS,
         )  # fmt: skip
         mine += part.to(tl.int64) * rows * HEADS * REPEAT
         tl.store(out + mine[:, None] * WIDTH + column[None, :], mix, mask=real[:, None])
@@ -248,16 +253,20 @@ def _merge(
     owns,
     out,
     rows,
-    PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
     ALL: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, queries = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     part, column = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     mine = row * queries + tl.program_id(1)
-    # Only rows that share pages have parts of shared tokens.
-    real = part < tl.where(tl.load(owns + row) > 0, ALL, PARTS)
+    # Only rows that share pages have parts of shared tokens, which come first.
+    real = (part < ALL) & (part >= tl.where(tl.load(owns + row) > 0, 0, SHARED))
     place = part.to(tl.int64) * rows * queries + mine
     peak = tl.load(sums + 2 * place, mask=real, other=float("-inf"))
     total = tl.load(sums + 2 * place + 1, mask=real, other=0.0)

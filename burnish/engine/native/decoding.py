@@ -2,7 +2,8 @@
 
 Each row has the place of its next token, its limits and its random numbers. After each step, a row
 that has not ended advances to its next token; a row that has ended attends to nothing and writes
-nothing. The host reads the drawn tokens of all steps at once.
+nothing. The host reads the drawn tokens of all steps of a block at once. It writes the state of the
+next block before that, and the rows go on from their last tokens, which only the GPU knows.
 
 Legend: S rows, V vocabulary.
 """
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.engine.native.cache import upload
 from burnish.engine.native.sampler import plain_weigh, search
 from burnish.engine.native.sequence import ANY, DrawLimits
 from burnish.engine.native.sequence import Sequence as Sample
 from burnish.randomness import uniforms
 
-AHEAD = 32
-"""Maximum number of tokens per row that a GPU draws before the host reads them."""
+AHEAD = 16
+"""Maximum number of tokens per row in a block, which a GPU draws before the host reads them."""
 ENDS = 8
 """Maximum number of end ids of a row that a GPU knows."""
 GROUP = 8
@@ -96,9 +98,18 @@ class Buffers:
         return Rows._make((*fields, pages, heat, points.view(count, AHEAD), *drawn))
 
     def write(self, integers: Array, floats: Array) -> None:
-        """Overwrite the state by the arrays of `state_of`."""
-        self._integers[: len(integers)].copy_(torch.from_numpy(integers))
-        self._floats[: len(floats)].copy_(torch.from_numpy(floats))
+        """Overwrite the state by the arrays of `state_of`, without waiting for the device."""
+        for target, numbers in ((self._integers, integers), (self._floats, floats)):
+            target[: len(numbers)].copy_(upload(numbers, target.device))
+
+
+def go_on(rows: Rows, tokens: Tensor, counts: Tensor) -> None:
+    """Let the first rows of a new state go on from the ``tokens`` [n] that they have drawn last. Of
+    rows that have ended, whose ``counts`` [n] in the old state are 0, nothing is computed."""
+    count = len(tokens)
+    rows.tokens[:count].copy_(tokens)
+    rows.counts[:count].mul_(counts > 0)
+    rows.slots[:count].masked_fill_(counts == 0, -1)
 
 
 def is_drawn_ahead(limits: DrawLimits) -> bool:
@@ -107,12 +118,15 @@ def is_drawn_ahead(limits: DrawLimits) -> bool:
     return limits._replace(greedy=False, banned=frozenset()) == ANY and len(limits.banned) <= ENDS
 
 
-def state_of(samples: Sequence[Sample], rows: int, size: int) -> tuple[Array, Array, bool]:
+def state_of(
+    samples: Sequence[Sample], rows: int, size: int, drawn: int = 0
+) -> tuple[Array, Array, bool]:
     """Return the state of decoding samples as two flat arrays, of integers and of other numbers,
     with empty rows after the samples; and whether any of the samples share pages. ``size``: tokens
-    per page."""
+    per page. ``drawn``: number of tokens of each sample that the host has not read yet; `go_on`
+    corrects the state of the samples that have fewer because they have ended."""
     count = len(samples)
-    at = np.array([s.computed for s in samples])
+    at = np.array([s.computed for s in samples]) + drawn
     lengths = np.array([len(s.pages) for s in samples])
     first = lengths.cumsum() - lengths
     pages = np.fromiter(chain.from_iterable(s.pages for s in samples), np.int64)
@@ -125,8 +139,8 @@ def state_of(samples: Sequence[Sample], rows: int, size: int) -> tuple[Array, Ar
         first,
         at + 1,
         owns,
-        [s.held for s in samples],
-        [s.room for s in samples],
+        [max(0, s.held - drawn) for s in samples],
+        [s.room - drawn for s in samples],
         [s.limits.greedy for s in samples],
         np.zeros(count),
     )
@@ -140,15 +154,16 @@ def state_of(samples: Sequence[Sample], rows: int, size: int) -> tuple[Array, Ar
         table[: len(items)] = items
     floats = np.ones(rows * (1 + AHEAD))
     floats[:count] = [s.group.request.params.temperature or 1.0 for s in samples]
-    floats[rows : rows + count * AHEAD] = points_of(samples).ravel()
+    floats[rows : rows + count * AHEAD] = points_of(samples, drawn).ravel()
     parts = fields.ravel(), ends.ravel(), table.ravel(), pages
     return np.concatenate(parts), floats, bool(items)
 
 
-def points_of(samples: Sequence[Sample]) -> Array:
-    """Return the random numbers of the samples' next tokens, [samples, AHEAD]."""
+def points_of(samples: Sequence[Sample], drawn: int = 0) -> Array:
+    """Return the random numbers of the samples' next tokens, [samples, AHEAD], after ``drawn``
+    tokens that the host has not read."""
     places = [
-        (request.params.seed, *sample.key, request.position + len(sample.logprobs))
+        (request.params.seed, *sample.key, request.position + len(sample.logprobs) + drawn)
         for sample in samples
         for request in [sample.group.request]
     ]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from burnish.engine import protocol
 from burnish.engine.native import sampler
-from burnish.engine.native.cache import Cache, TokenRun
+from burnish.engine.native.cache import Cache, TokenRun, download
 from burnish.engine.native.decoding import AHEAD, is_drawn_ahead
-from burnish.engine.native.plain import Backend, Plain
+from burnish.engine.native.plain import Backend, Block, Plain
 from burnish.engine.native.scheduler import Plan, Scheduler
 from burnish.engine.native.sequence import RequestGroup, Sequence
 from burnish.engine.protocol import Capabilities, OnTokens, Request
@@ -31,6 +31,32 @@ from burnish.types import Completion, Finish, Weights
 AHEAD_OF_OTHERS = 8
 """Tokens per row that a GPU samples before the host reads them, while other samples wait. A row
 that ends leaves half of them unused on average."""
+PUMPED = 16
+"""Samples that the host extends before it gives the device more to do."""
+
+
+class Step:
+    """A step that computes given tokens and draws one new token for some of their samples: a
+    `plain.Block` that is queued as a whole."""
+
+    steps = 1
+
+    def __init__(self, samples: list[Sequence], *drawn: Tensor) -> None:
+        """``drawn``: tokens and log-probabilities, [samples] each; none without samples."""
+        self.samples = samples
+        self._read = download(*drawn) if samples else None
+
+    def pump(self) -> None:
+        """Do nothing: the device has everything."""
+
+    def queue(self) -> bool:
+        return True
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        if self._read is None:
+            return [], []
+        tokens, logprobs = (drawn[:, None].tolist() for drawn in self._read())
+        return tokens, logprobs
 
 
 class NativeEngine:
@@ -52,9 +78,12 @@ class NativeEngine:
         self._model, self._tokenizer = model, tokenizer
         self._cache = Cache(model, settings.kv_bytes, settings.page_size)
         self._backend = choose_backend(model, self._cache, settings.max_running)
-        self.scheduler = Scheduler(settings, self._cache.count)
+        on_gpu = self._cache.device.type == "cuda"
+        self.scheduler = Scheduler(settings, self._cache.count, prompts_first=on_gpu)
         self._groups: dict[str, RequestGroup] = {}
         self._undelivered: list[Completion] = []
+        self._block: Block | None = None
+        """The block that the device has begun and the host has not read; None if there is none."""
         self.version = self.sampled = self._incarnation = 0
         self._loaded: set[str] = set()
         """Names of the tensors that any load has changed."""
@@ -88,21 +117,16 @@ class NativeEngine:
     def step(self) -> list[Completion]:
         """Compute the tokens that the scheduler plans and sample the next ones. Return the
         completions of samples that have ended, and of aborted samples."""
+        with hardware.on_device(self._cache.device), torch.inference_mode():
+            self._take(self._block or self._begin(self.scheduler.plan()))
         done, self._undelivered = self._undelivered, []
-        plan = self.scheduler.plan()
-        if plan.counts:
-            with hardware.on_device(self._cache.device):
-                results = self._run(plan)
-            for sequence, tokens, logprobs in zip(*results, strict=True):
-                self._extend(sequence, tokens, logprobs)
-                if sequence.finish is not None:
-                    done.append(self._complete(sequence, sequence.finish))
         return done
 
     def load(self, weights: Weights) -> None:
         """Load new weights, which the next step uses, or raise an EngineError and keep all old
         ones. Partial weights must contain every tensor that an earlier load has changed."""
         protocol.check_weights(weights, self.version, self._incarnation, self._cache.dtype)
+        self._settle()
         try:
             load_hf_state(self._model, weights.tensors, self._named(weights))
         except ModelError as error:
@@ -124,6 +148,8 @@ class NativeEngine:
         """End a request's unfinished samples; the next step returns completions with their tokens
         so far."""
         if request_id in self._groups:
+            self._settle()
+        if request_id in self._groups:
             for sequence in list(self._groups[request_id].sequences):
                 self._undelivered.append(self._complete(sequence, Finish.ABORT))
 
@@ -133,26 +159,76 @@ class NativeEngine:
         group = self._groups.get(request_id)
         return [] if group is None else group.sequences[0].response
 
-    @torch.inference_mode()
-    def _run(self, plan: Plan) -> tuple[list[Sequence], list[list[int]], list[list[float]]]:
-        """Compute the tokens of a plan, and sample the next tokens of samples that are ready.
-        Return these samples, their new tokens, and the log-probabilities."""
+    def _begin(self, plan: Plan) -> Block:
+        """Run a plan, or begin a block of steps with it."""
         if plan.copies:
             self._cache.copy(list(plan.copies.values()))
         backend, samples, steps = self._backend, list(plan.counts), self._ahead(plan)
         if backend.sample_ahead is not None and steps > 1:
-            tokens, logprobs = backend.sample_ahead(samples, steps)
+            block = backend.sample_ahead(samples, steps, None)
             self.scheduler.advance(plan)
-            return samples, tokens, logprobs
+            for sample in samples:  # until the block is read, only known tokens are computed
+                sample.computed -= 1
+            return block
+        if not samples:
+            return Step([])
         hidden = backend.hidden([TokenRun(s, s.computed, plan.counts[s]) for s in samples])
         row = {sequence: i for i, sequence in enumerate(samples)}
         ready = self.scheduler.advance(plan)
         if not ready:
-            return [], [], []
+            return Step([])
         logits = backend.logits(hidden[self._cache.tensor([row[s] for s in ready])])
         points, heat, limited = self._draws(ready, 1)
-        drawn, found = sampler.sample_tokens(logits, points[:, 0], heat, limited, backend.weigh)
-        return ready, drawn[:, None].tolist(), found[:, None].tolist()
+        drawn = sampler.sample_tokens(logits, points[:, 0], heat, limited, backend.weigh)
+        return Step(ready, *drawn)
+
+    def _take(self, block: Block, *, follows: bool = True) -> None:
+        """Append the tokens of a block to their samples. Samples that end are delivered by the next
+        `step`. With ``follows``, the device first begins the next block, if there is one (see
+        `_follow`), so that it does not wait for the host."""
+        next_block = self._follow(block) if follows else None
+        results = block.samples, *block.read()
+        for number, (sequence, tokens, logprobs) in enumerate(zip(*results, strict=True)):
+            if next_block is not None and number % PUMPED == 0:
+                next_block.pump()
+            has_ended = sequence.finish is not None  # in the block before
+            if not has_ended:
+                self._extend(sequence, tokens, logprobs)
+            if sequence.finish is not None and not has_ended:
+                self._undelivered.append(self._complete(sequence, sequence.finish))
+        goes_on = next_block is not None and any(s.finish is None for s in next_block.samples)
+        self._block = next_block if goes_on else None
+
+    def _settle(self) -> None:
+        """Read the block that the device has begun, and begin no other."""
+        if self._block is not None:
+            with hardware.on_device(self._cache.device), torch.inference_mode():
+                self._take(self._block, follows=False)
+
+    def _follow(self, block: Block) -> Block | None:
+        """Begin the block that follows another whose tokens are not read yet, and return it: a step
+        with prompts after a step, or decoding steps after decoding steps.
+
+        Return None if the tokens must be read first: if a sample could start, if one needs a token
+        that is not drawn, if pages are missing, or if no sample goes on. This depends on the
+        requests and on the blocks before, and never on time. Samples that turn out to have ended
+        draw nothing in the block, or tokens that are discarded.
+        """
+        scheduler, begin = self.scheduler, self._backend.sample_ahead
+        if isinstance(block, Step):
+            plan = scheduler.plan_unread()
+            return self._begin(plan) if plan.counts else None
+        alive = [sample for sample in block.samples if sample.finish is None]
+        if begin is None or scheduler.some_begin or len(alive) < len(scheduler.running):
+            return None
+        samples = [sample for sample in alive if sample.room > block.steps]
+        if not samples:
+            return None
+        longest = max(sample.room for sample in samples) - block.steps
+        steps = min(AHEAD_OF_OTHERS if scheduler.waiting else AHEAD, longest)
+        if not block.queue() or not scheduler.reserve(samples, block.steps + steps):
+            return None
+        return begin(samples, steps, block)
 
     def _ahead(self, plan: Plan) -> int:
         """Return the number of tokens that each sample of the plan draws before the next plan.
@@ -163,7 +239,9 @@ class NativeEngine:
         for those that end. Only tokens after a stop string are discarded.
         """
         scheduler = self.scheduler
-        if self._backend.sample_ahead is None or not scheduler.only_decodes(plan):
+        if self._backend.sample_ahead is None or not plan.counts:
+            return 1
+        if not scheduler.only_decodes(plan):
             return 1
         if not all(map(is_drawn_ahead, {sequence.limits for sequence in plan.counts})):
             return 1
@@ -171,7 +249,7 @@ class NativeEngine:
         for steps in (AHEAD, AHEAD_OF_OTHERS):
             if steps < AHEAD or not scheduler.waiting:
                 steps = min(steps, longest)
-                if steps > 1 and scheduler.reserve(plan, steps):
+                if steps > 1 and scheduler.reserve(plan.counts, steps):
                     return steps
         return 1
 
@@ -196,7 +274,8 @@ class NativeEngine:
             self._cache.clear([page for page in sequence.pages if holders[page] == 1])
             sequence.finish = Finish.ABORT
         self.sampled += taken * drawn
-        sequence.computed += max(0, taken - 1)
+        if taken and not sequence.waits:  # otherwise it was preempted and is computed again
+            sequence.computed = len(sequence.tokens) - 1
 
     def _complete(self, sequence: Sequence, finish: Finish) -> Completion:
         group = sequence.group

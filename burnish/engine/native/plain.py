@@ -8,23 +8,51 @@ Legend: N tokens of a step, Hq and Hkv heads, D head width, d model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from burnish.engine.native import sampler
-from burnish.engine.native.cache import Cache, TokenRun, order, slots_of
+from burnish.engine.native.cache import Cache, TokenRun, order, positions_of, slots_of
 from burnish.engine.native.sequence import Sequence as Sample
-from burnish.model.attention import Attend, causal, packed
+from burnish.model.attention import Attend, causal, has_flash
 from burnish.model.matmul import attention
 from burnish.model.transformer import Transformer
 
-SampleAhead = Callable[[Sequence[Sample], int], tuple[list[list[int]], list[list[float]]]]
-"""Function that samples the next few tokens of each sample. It takes the samples, whose limits
-`decoding.is_drawn_ahead` allows, and the maximum number of tokens. It returns the tokens of each
-sample, up to an end id or its maximum length, and their log-probabilities; NaN, which is the last
-one, where the model overflowed."""
+
+class Block(Protocol):
+    """The next tokens of some samples, which a device draws while the host does other work."""
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """The samples that get tokens."""
+
+    @property
+    def steps(self) -> int:
+        """Maximum number of tokens of each sample."""
+
+    def pump(self) -> None:
+        """Give the device more to do if it has little left, without waiting for it. Call this now
+        and then, so that the device never waits for the host."""
+
+    def queue(self) -> bool:
+        """Give the device all that is left to do, and return whether a sample may go on after the
+        block. False: all of them have ended."""
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Wait for the block. Return the tokens of each sample, up to an end id or its maximum
+        length, and their log-probabilities; NaN, which is the last one, where the model overflowed.
+        """
+
+
+SampleAhead = Callable[[Sequence[Sample], int, Block | None], Block]
+"""Function that begins a block. It takes the samples, whose limits `decoding.is_drawn_ahead`
+allows; the maximum number of tokens of each; and the block that is to end before this one begins,
+whose tokens the host has not read; None if there is none. Of two blocks in a row, the second may
+only have samples of the first."""
 
 
 class Backend(Protocol):
@@ -37,8 +65,8 @@ class Backend(Protocol):
 
     @property
     def sample_ahead(self) -> SampleAhead | None:
-        """Function that samples several consecutive tokens of each sample; None if the backend has
-        none."""
+        """Function that begins to sample several consecutive tokens of each sample; None if the
+        backend has none."""
 
     def hidden(self, runs: Sequence[TokenRun]) -> Tensor:
         """Run the model over the tokens of all runs and write their keys and values to the cache.
@@ -82,9 +110,10 @@ def last_states(
     positions [N] and that function; returns hidden states [N, d].
     """
     ordered = order(runs)
-    tokens = [t for run in ordered for t in run.sequence.tokens[run.start : run.end]]
-    positions = [p for run in ordered for p in range(run.start, run.end)]
-    hidden = body(cache.tensor(tokens), cache.tensor(positions), attention(cache, ordered))
+    chunks = (run.sequence.tokens[run.start : run.end] for run in ordered)
+    tokens = np.fromiter(chain.from_iterable(chunks), np.int64)
+    given = cache.tensor(tokens), cache.tensor(positions_of(ordered))
+    hidden = body(*given, attention(cache, ordered))
     return hidden[cache.tensor([run.rows.stop - 1 for run in runs])]
 
 
@@ -120,9 +149,16 @@ class RunAttention:
 
     def _causal(self, lengths: Sequence[int]) -> Attend:
         cache = self._cache
-        if cache.device.type == "cuda" and cache.dtype.itemsize == 2:
-            offsets = cache.tensor([0, *lengths]).cumsum(0)
-            return packed(offsets, torch.ones_like(offsets[1:]).bool(), cache.dtype, cache.width)
+        if has_flash(cache.device, cache.dtype, cache.width):
+            starts, longest = cache.tensor(np.cumsum([0, *lengths])).int(), max(lengths)
+            flash = torch.ops.aten._flash_attention_forward
+
+            def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                found = flash(q, k, v, starts, starts, longest, longest, 0.0, True, False)
+                out: Tensor = found[0]
+                return out
+
+            return attend
         return causal(lengths, cache.device, widens=False)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

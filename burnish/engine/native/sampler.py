@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from burnish.engine.native.cache import upload
 from burnish.engine.native.sequence import ANY, GREEDY, DrawLimits
 from burnish.engine.native.sequence import Sequence as Sample
 from burnish.randomness import uniforms
@@ -79,8 +80,8 @@ def draws(
     seed, stream, group, sample, position = np.array(places).T[..., None]
     points = uniforms(seed, stream, group, sample, position + np.arange(steps))
     return (
-        torch.from_numpy(points).to(device),
-        torch.tensor(heat, device=device, dtype=torch.float64),
+        upload(points, device),
+        upload(np.array(heat, np.float64), device),
         Limited(limited, seen),
     )
 

@@ -8,6 +8,7 @@ finishes whose sequences fit one by one. This module uses no tensors.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from burnish.engine.native.pages import Pages
@@ -30,9 +31,12 @@ class Plan:
 class Scheduler:
     """Decides which sequences each step computes, and allocates and releases their pages."""
 
-    def __init__(self, settings: EngineSettings, pages: int) -> None:
-        """``pages``: number of pages of the cache."""
+    def __init__(self, settings: EngineSettings, pages: int, *, prompts_first: bool) -> None:
+        """``pages``: number of pages of the cache. ``prompts_first``: whether sequences that decode
+        wait while a prompt can be computed, because the device decodes much faster in steps that
+        only decode."""
         self.settings, self.pages = settings, Pages(pages, settings.page_size)
+        self.prompts_first = prompts_first
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = self.updates = 0
@@ -43,33 +47,54 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Plan the next step and allocate its pages: first sequences that decode, then prompts in
-        progress, then waiting sequences that can start. Sequences are preempted if pages run out.
+        progress, then waiting sequences that can start; or, with ``prompts_first``, only sequences
+        that decode if there is nothing else to compute. Sequences are preempted if pages run out.
         The caller must copy the plan's pages, run the step, and call `advance`."""
+        decoding = [sequence for sequence in self.running if sequence.pending == 1]
+        plan = self._plan([] if self.prompts_first else decoding)
+        if self.prompts_first and not plan.counts:
+            self._continue(plan, decoding, self.settings.step_limit)
+        return plan
+
+    def plan_unread(self) -> Plan:
+        """Plan the step after one whose new tokens are not known yet: only prompts, and nothing
+        unless they come first. See `plan`."""
+        return self._plan([]) if self.prompts_first else Plan()
+
+    def _plan(self, decoding: list[Sequence]) -> Plan:
+        """Plan some sequences that decode, then prompts in progress, then waiting sequences."""
         plan = Plan()
-        budget = self.settings.step_limit
-        decoding = [s for s in self.running if s.pending == 1]
-        filling = [s for s in self.running if s.pending > 1]
-        for sequence in decoding + filling:
+        filling = [sequence for sequence in self.running if sequence.pending > 1]
+        self._admit(plan, self._continue(plan, decoding + filling, self.settings.step_limit))
+        return plan
+
+    def _continue(self, plan: Plan, sequences: list[Sequence], budget: int) -> int:
+        """Add up to ``budget`` tokens of running sequences to the plan; return how many more it may
+        have."""
+        for sequence in sequences:
             count = min(sequence.pending, budget)
             if count and sequence.pages and self._make_room(sequence, count, plan):
                 plan.counts[sequence] = count
                 budget -= count
-        self._admit(plan, budget)
-        return plan
+        return budget
 
     def only_decodes(self, plan: Plan) -> bool:
         """Whether every sequence of the plan decodes, and no waiting sequence could start.
 
         A count of 1 is not sufficient: the last token of a step may belong to a longer prompt.
         """
-        some_begin = bool(self.waiting) and len(self.running) < self.settings.max_running
-        return not some_begin and all(sequence.pending == 1 for sequence in plan.counts)
+        return not self.some_begin and all(sequence.pending == 1 for sequence in plan.counts)
 
-    def reserve(self, plan: Plan, steps: int) -> bool:
-        """Allocate pages for the next ``steps`` tokens of each sequence in the plan, but for no
-        more than it has room for, and return True. If too few pages are free, allocate nothing and
-        return False."""
-        ends = {s: self.pages.needed(s.computed + min(steps, s.room)) for s in plan.counts}
+    @property
+    def some_begin(self) -> bool:
+        """Whether a waiting sequence could start, if there are pages for it."""
+        return bool(self.waiting) and len(self.running) < self.settings.max_running
+
+    def reserve(self, sequences: Iterable[Sequence], steps: int) -> bool:
+        """Allocate pages for the next ``steps`` tokens of each sequence, but for no more than it
+        has room for, and return True. If too few pages are free, allocate nothing and return
+        False."""
+        ends = {s: self.pages.needed(s.computed + min(steps, s.room)) for s in sequences}
         if sum(max(0, end - len(s.pages)) for s, end in ends.items()) > self.pages.free:
             return False
         for sequence, end in ends.items():

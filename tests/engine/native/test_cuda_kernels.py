@@ -134,15 +134,3 @@ def test_an_ended_row_of_a_group_sees_nothing() -> None:
     got = cuda_kernels.attend(*given, SIZE)
     assert got.isfinite().all()
     assert_gathered(got[:1], q[:1], pools, pages[:1], [20], 1e-5)
-
-
-def test_writes_to_its_slots_alone() -> None:
-    torch.manual_seed(0)
-    keys, values = torch.randn(2, 64, 3, 16).to(DEVICE)
-    new, slots = torch.randn(2, 6, 3, 16).to(DEVICE), torch.tensor([7, 0, 63, 16, 8, -1]).to(DEVICE)
-    want = [pool.clone() for pool in (keys, values)]
-    for pool, x in zip(want, new, strict=True):
-        pool[slots[:-1]] = x[:-1]
-    cuda_kernels.write_pages(keys, values, slots, *new.transpose(1, 2).contiguous().transpose(1, 2))
-    assert torch.equal(keys, want[0])
-    assert torch.equal(values, want[1])

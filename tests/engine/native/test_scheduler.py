@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,9 +124,9 @@ class Simulation:
         assert pages.free == pages.count - len(held)
 
 
-def simulated(pages: int = 100, **settings: Any) -> Simulation:
+def simulated(pages: int = 100, *, prompts_first: bool = False, **settings: Any) -> Simulation:
     given = {"page_size": 4, "max_running": 8, "on_update": "keep"} | settings
-    return Simulation(Scheduler(EngineSettings(**given), pages))
+    return Simulation(Scheduler(EngineSettings(**given), pages, prompts_first=prompts_first))
 
 
 EVENTS = st.one_of(
@@ -150,13 +151,19 @@ EVENTS = st.one_of(
     running=st.integers(1, 8),
     budget=st.integers(1, 24),
     keep=st.booleans(),
+    prompts_first=st.booleans(),
 )
 def test_random_schedules(
-    events: list[tuple[str, *tuple[int, ...]]], pages: int, running: int, budget: int, keep: bool
+    events: list[tuple[str, *tuple[int, ...]]],
+    pages: int,
+    running: int,
+    budget: int,
+    keep: bool,
+    prompts_first: bool,
 ) -> None:
     on_update = "keep" if keep else "recompute"
     given = {"max_running": running, "step_tokens": budget, "on_update": on_update}
-    simulation = simulated(pages, **given)
+    simulation = simulated(pages, prompts_first=prompts_first, **given)
     scheduler = simulation.scheduler
     for name, *numbers in events:
         match name:
@@ -199,6 +206,19 @@ def decoding(samples: int, **settings: int) -> Simulation:
 def test_a_plan_that_only_decodes() -> None:
     scheduler = decoding(3).scheduler
     assert scheduler.only_decodes(scheduler.plan())
+
+
+@pytest.mark.parametrize("prompts_first", [False, True])
+def test_samples_that_decode_wait_for_prompts_if_that_is_faster(prompts_first: bool) -> None:
+    simulation = simulated(step_tokens=8, prompts_first=prompts_first)
+    simulation.submit(prompt=3, n=1, length=20)
+    simulation.step()
+    (early,) = simulation.scheduler.running
+    simulation.submit(prompt=12, n=1, length=20)
+    plan = simulation.scheduler.plan()
+    late = next(sequence for sequence in plan.counts if sequence is not early)
+    assert (early in plan.counts) != prompts_first
+    assert plan.counts[late] == (8 if prompts_first else 7)
 
 
 def test_one_token_of_an_unfinished_prompt_is_no_decoding() -> None:

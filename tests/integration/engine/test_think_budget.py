@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import replay
 import tiny
 
-from burnish.engine.native.cache import TokenRun
 from burnish.engine.native.plain import Plain
-from burnish.engine.native.sampler import draws, sample_tokens
 from burnish.engine.native.sequence import RequestGroup, Sequence
 from burnish.engine.protocol import Request
 from burnish.errors import EngineError
@@ -113,33 +112,12 @@ def test_updates_in_flight_change_nothing(on_update: str) -> None:
 
 def test_sampling_ahead_stops_at_the_budget() -> None:
     """As a GPU does: several tokens of each sample before the host looks at them."""
-    engine = tiny.engine(text=True)
-    plain = engine._backend = Plain(engine._model, engine._cache)
-    asked: list[int] = []
-
-    def ahead(samples: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        asked.append(steps)
-        found = [ahead_of(sample, min(steps, sample.room)) for sample in samples]
-        return [tokens for tokens, _ in found], [logprobs for _, logprobs in found]
-
-    def ahead_of(sample: Sequence, steps: int) -> tuple[list[int], list[float]]:
-        points, heat, limited = draws([sample], steps, "cpu")
-        tokens, logprobs = list[int](), list[float]()
-        for step in range(steps):
-            hidden = plain.hidden([TokenRun(sample, sample.computed + step, 1)])
-            drawn, found = sample_tokens(plain.logits(hidden), points[:, step], heat, limited)
-            sample.tokens.append(int(drawn))
-            tokens.append(int(drawn))
-            logprobs.append(float(found))
-        budget, count = sample.group.budget, len(sample.logprobs)
-        assert budget is None or not count < budget < count + steps
-        del sample.tokens[-steps:]
-        return tokens, logprobs
-
-    plain.sample_ahead = ahead
-    for one in MIX[:2]:
-        done = tiny.finish(engine, [one])
+    engine, asked = replay.ahead(text=True)
+    for given in (MIX[:1], MIX[1:2], MIX):
+        done = tiny.finish(engine, given)
         tiny.assert_same({key: alone()[key] for key in done}, done)
+        for key, completion in done.items():
+            assert completion.sampled.tolist() == alone()[key].sampled.tolist()
     assert max(asked) > 1
 
 
