@@ -67,8 +67,9 @@ def measure_peer(
     peer: str, python: str, job: dict[str, Any], expected: Collection[str], seconds: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run a peer for at most ``seconds`` and yield its measurements, each with its name, as soon as
-    it prints them. If one of the ``expected`` names is missing at the end, the last item is named
-    "failure" and holds the reason, the missing names and the last lines of the output."""
+    it prints them. If one of the ``expected`` names is missing, or if the process fails, the last
+    item is named "failure" and holds the reason, the missing names and the last lines of the
+    output."""
     file = Path(job["model"]).with_suffix(".json")
     file.write_text(json.dumps(job))
     start, missing, lines = time.monotonic(), dict.fromkeys(expected), deque[str](maxlen=LAST_LINES)
