@@ -4,6 +4,8 @@
     python benchmarks/gpu.py rollouts --repeats 3     one part (ceilings, rollouts, training, step)
     python benchmarks/gpu.py --profile                the kernels of a decoding step and of a
                                                       training step, and the time between them
+    python benchmarks/gpu.py --vllm V/bin/python --trl T/bin/python
+                                                      with peers; at most eight minutes
     python benchmarks/gpu.py --device cpu --tiny      tiny models, to test this script
 
 Models have random weights, and no sample ends before its maximum length. Rollouts and training use
@@ -12,6 +14,13 @@ of 256 tokens, and one gradient step in bf16 over fp32 weights. Rollouts count t
 their log-probabilities, and include prefill. Training computes forward and backward passes of 16 ×
 1,024 tokens; its share of the measured rate of matrix products counts 6 operations per weight and
 token. To measure another version of burnish, put its directory into PYTHONPATH.
+
+Peers run after burnish, one at a time and each in its own environment, for at most --peer-seconds.
+`--vllm` measures the same rollouts with vLLM: random weights of the same shape, log-probabilities,
+and prefill. `--trl` measures the same step with TRL's GRPOTrainer: bf16 autocast over fp32 weights,
+AdamW, 32 responses per pass, no KL term and no activation checkpointing. If its environment has
+vllm, TRL samples with vLLM in the same process, with and without its importance correction, else
+with transformers. A peer that fails is a row of the table, and the JSON has the end of its output.
 """
 
 from __future__ import annotations
@@ -20,6 +29,7 @@ import argparse
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_table import table
+from peers import measure_peer, texts, write_config, write_tokenizer
 
 from burnish.engine.native.engine import NativeEngine
 from burnish.engine.protocol import Request
@@ -35,6 +47,7 @@ from burnish.engine.settings import EngineSettings
 from burnish.learner.learner import LocalLearner
 from burnish.learner.program import compile
 from burnish.machine import hardware
+from burnish.model.checkpoint import save_model
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.recipe.recipe import TrainConfig
@@ -53,8 +66,8 @@ ROLLOUTS = ModelConfig(
     family="qwen2",
 )
 STEP = ModelConfig(vocab_size=49152, n_layers=24, d_model=2048, n_heads=32, d_ff=8192, context=8192)
-TINY = ModelConfig(
-    vocab_size=512, n_layers=2, d_model=64, n_heads=4, n_kv_heads=2, d_ff=128, context=4096
+TINY = ModelConfig(  # 32 is the smallest width of a head that vLLM runs on CPUs
+    vocab_size=512, n_layers=2, d_model=128, n_heads=4, n_kv_heads=2, d_ff=128, context=4096
 )
 CASES = {  # prompts, prompt tokens, samples of each, new tokens, spread
     "256 at once, 128 + 256": (256, 128, 1, 256, False),
@@ -67,6 +80,9 @@ CASES = {  # prompts, prompt tokens, samples of each, new tokens, spread
 }
 PROMPTS, PROMPT, SAMPLES, NEW = 32, 105, 8, 256
 KV_GB = 40
+STEP_NAMES = {False: "step", True: "step with an importance correction"}
+PEERS = {"vllm": "rollouts", "trl": "step"}
+"""The part that each peer is compared with."""
 
 
 class Bench:
@@ -135,13 +151,21 @@ def measure_ceilings(bench: Bench) -> None:
     bench.found["ceilings"] = {"TFLOP/s": products / 1e12, "TB/s": copied / 1e12}
 
 
-def requests(bench: Bench, config: ModelConfig, case: tuple[Any, ...], tag: str) -> list[Request]:
-    count, length, samples, new, spread = case
+def sizes(bench: Bench, case: tuple[Any, ...]) -> tuple[int, list[int]]:
+    """Return the length of the prompts of a case, and the number of new tokens of each."""
+    count, length, _, new, spread = case
     if bench.tiny:
         count, length, new = min(count, 8), min(length, 32), 24
+    if not spread:
+        return length, [new] * count
+    return length, bench.random.integers(min(16, new), new + 1, count).tolist()
+
+
+def requests(bench: Bench, config: ModelConfig, case: tuple[Any, ...], tag: str) -> list[Request]:
+    _, _, samples, _, spread = case
+    length, new = sizes(bench, case)
     made = []
-    for i in range(count):
-        most = int(bench.random.integers(min(16, new), new + 1)) if spread else new
+    for i, most in enumerate(new):
         ends = {"min_tokens": most, "stop_ids": (2,)} if spread is None else {}
         params = SamplingParams(max_tokens=most, temperature=1.0, **ends)
         made.append(Request(f"{tag}{i}", bench.tokens(length, config), samples, params, i))
@@ -259,7 +283,7 @@ def measure_step(bench: Bench) -> None:
         splits = [whole_step(bench, engine, learner, n) for n in range(1 + max(2, bench.repeats))]
         first, *rest = splits
         median = {phase: round(statistics.median(s[phase] for s in rest), 3) for phase in first}
-        name = "step with an importance correction" if importance else "step"
+        name = STEP_NAMES[importance]
         bench.found[name] = median | {
             "whole": round(statistics.median(sum(s.values()) for s in rest), 3),
             "first": round(sum(first.values()), 1),
@@ -371,18 +395,45 @@ def profile(bench: Bench, parts: list[str]) -> None:
         show("training", training_step(bench, model, rows, length), 1)
 
 
-def table(found: dict[str, Any]) -> str:
-    lines = ["| measurement | |", "| --- | --- |"]
-    for name, value in found.items():
-        rows = value.items() if name == "rollouts" else [(name, value)]
-        for row, shown in rows:
-            if isinstance(shown, dict):
-                shown = ", ".join(
-                    f"{key} {x:.4g}" if isinstance(x, float) else f"{key} {x}"
-                    for key, x in shown.items()
-                )
-            lines.append(f"| {row} | {shown} |")
-    return "\n".join(lines)
+def vllm_job(bench: Bench, directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write vLLM's model; return the job and the names of its cases."""
+    config = TINY if bench.tiny else ROLLOUTS
+    write_config(directory, config.to_hf())
+    cases = {}
+    # The case that real runs use least is the last, in case the time is short.
+    for name, case in sorted(CASES.items(), key=lambda item: item[1][4] is None):
+        length, new = sizes(bench, case)
+        cases[name] = {"prompt": length, "samples": case[2], "new": new}
+        cases[name]["min_tokens"] = case[4] is None
+    return {"cases": cases, "vocabulary": config.vocab_size}, [*cases]
+
+
+def trl_job(bench: Bench, directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write TRL's model with weights and a tokenizer; return the job and the names of the steps."""
+    model = bench.model(STEP)
+    save_model(model, directory, more={"bos_token_id": 0, "eos_token_id": 2})
+    write_tokenizer(directory, model.config.vocab_size)
+    length, new = sizes(bench, (PROMPTS, PROMPT, SAMPLES, NEW, False))
+    job = {"prompts": texts(len(new), length), "samples": SAMPLES, "new": new[0]}
+    return job, [*STEP_NAMES.values()]
+
+
+def compare(bench: Bench, peer: str, python: str, seconds: float, save: Callable[[], None]) -> None:
+    """Measure a peer, and save and print each of its measurements."""
+    answers = bench.found.setdefault("peers", {}).setdefault(peer, {})
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        directory = Path(folder) / "model"
+        job, names = (vllm_job if peer == "vllm" else trl_job)(bench, directory)
+        bench.free()
+        job |= {"model": str(directory), "device": bench.device, "repeats": bench.repeats}
+        for name, figures in measure_peer(peer, python, job, names, seconds):
+            answers[name] = figures
+            save()
+            print(
+                f"{peer}, {name}", figures | {"output": "below"} if "output" in figures else figures
+            )
+    for line in answers.get("failure", {}).get("output", []):
+        print(f"{peer}: {line}", flush=True)
 
 
 def main() -> None:
@@ -395,11 +446,21 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=None, help="file for the results, as JSON")
+    for peer, part in PEERS.items():
+        help = f"Python of an environment with {peer}, to compare its {part}"
+        parser.add_argument(f"--{peer}", metavar="PYTHON", help=help)
+    parser.add_argument(
+        "--peer-seconds", type=float, default=180, help="limit of each peer, its start included"
+    )
     args = parser.parse_args()
     hardware.set_up_torch(torch.get_num_threads())
     parts = args.parts or list(PARTS)
     if wrong := set(parts) - set(PARTS):
         parser.error(f"parts must be of {', '.join(PARTS)}, got {', '.join(sorted(wrong))}")
+    peers = {peer: getattr(args, peer) for peer in PEERS if getattr(args, peer)}
+    if unused := [peer for peer in peers if PEERS[peer] not in parts or args.profile]:
+        needed = ", ".join(f"--{peer} needs the part {PEERS[peer]}" for peer in unused)
+        parser.error(f"{needed}, and no --profile")
     bench = Bench(args.device, tiny=args.tiny, repeats=args.repeats)
     if args.profile:
         profile(bench, parts)
@@ -410,11 +471,17 @@ def main() -> None:
         "training": measure_training,
         "step": measure_step,
     }
+
+    def save() -> None:
+        if args.out is not None:
+            args.out.write_text(json.dumps(bench.found, indent=1) + "\n")
+
     for part in dict.fromkeys(["ceilings", *parts]):
         measure[part](bench)
         bench.free()
-        if args.out is not None:
-            args.out.write_text(json.dumps(bench.found, indent=1) + "\n")
+        save()
+    for peer, python in peers.items():
+        compare(bench, peer, python, args.peer_seconds, save)
     print(table(bench.found))
 
 
