@@ -295,8 +295,7 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     if isinstance(recipe.task, SupervisedTask):
         file = Path(recipe.task.train or "")
         written = file.stat().st_size / WRITTEN if file.is_file() else 0
-        per_token = (3 + train.recompute) * forward_seconds(size, 0, rates) + overhead
-        return recipe.task.epochs * written * per_token
+        return recipe.task.epochs * written * gradient_seconds(size, 0, train, rates)
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.rollout.prompts * prompt
     extra = extra_tokens(objective.advantage, recipe.rollout, round(response))
@@ -322,13 +321,22 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
 def forward_seconds(size: Size, context: float, rates: Rates) -> float:
     """Return the seconds of a forward pass over many tokens, per token: two operations per
     parameter and, on a GPU, 4 · context · (width of all query heads) per layer for attention, where
-    ``context`` is the mean number of earlier tokens that a token reads."""
+    ``context`` is the mean number of earlier tokens that a token reads. On a GPU, an embedding that
+    is not also the head counts no operations."""
     _, to_learn = REACHED[rates.device]
-    seconds = 2 * size.parameters / (rates.learn_gflops * 1e9 * to_learn)
-    if size.widths is None:
-        return seconds
-    attention = 4 * context * size.widths.queries * size.layers
-    return seconds + attention / (rates.learn_gflops * 1e9 * ATTENTION)
+    rate, widths = rates.learn_gflops * 1e9, size.widths
+    if widths is None:
+        return 2 * size.parameters / (rate * to_learn)
+    looked_up = 0 if widths.is_tied else widths.vocabulary * widths.model
+    attention = 4 * context * widths.queries * size.layers
+    return 2 * (size.parameters - looked_up) / (rate * to_learn) + attention / (rate * ATTENTION)
+
+
+def gradient_seconds(size: Size, context: float, train: TrainConfig, rates: Rates) -> float:
+    """Return the seconds of forward and backward passes, per token; ``context`` as in
+    `forward_seconds`."""
+    passes = gradient_passes(train) * forward_seconds(size, context, rates)
+    return passes + OVERHEAD[rates.device]
 
 
 def gradient_passes(train: TrainConfig) -> int:

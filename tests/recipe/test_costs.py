@@ -81,9 +81,10 @@ def test_activations_are_planned_for_one_gpu():
     assert activations(load_recipe("keywords", given), SIZE) == 0  # on a CPU
     mesh = ["runtime=ray", "mesh.shard=2", "train.micro_tokens=4096"]
     assert told(*mesh) == 0
-    rows = ["task.train=rows.jsonl", "train.precision=bf16"]
-    assert activations(load_recipe("sft", [*rows, "train.micro_sequences=8"]), on_gpu) == 0
-    assert activations(load_recipe("sft", [*rows, "train.micro_tokens=4096"]), on_gpu) > 0
+    rows = {"task.train": "rows.jsonl", "train.precision": "bf16"}
+    for limit, is_known in ((None, False), (4096, True)):
+        recipe = load_recipe("sft", rows | {"train.micro_tokens": limit})
+        assert (activations(recipe, on_gpu) > 0) == is_known
 
 
 def test_long_contexts_recomputation_and_offload_take_time():
@@ -95,6 +96,8 @@ def test_long_contexts_recomputation_and_offload_take_time():
     assert short == pytest.approx(2e6 / 0.7e12)
     assert long - short == pytest.approx(4 * 1000 * 64 * 12 / 0.33e12)
     assert forward_seconds(SIZE, 1000, rates) == short
+    own_head = on_gpu._replace(widths=WIDTHS._replace(is_tied=False))
+    assert forward_seconds(own_head, 0, rates) == pytest.approx(2 * (1e6 - 64 * 500) / 0.7e12)
     given = ["train.log_kl=false", "objective.kl=none", "train.steps=3", "train.epochs=1"]
     plain, again, moved = (
         estimate_seconds(load_recipe("keywords", [*given, *sets]), on_gpu, rates)
