@@ -43,6 +43,10 @@ OVERHEAD = {"cpu": 1e-4, "cuda": 2e-6}
 """Seconds per token that do not depend on the model's size, when sampling and again when learning:
 on a CPU as measured with the recipe sums on two AMX cores; on a GPU chosen so that 135 million
 parameters do not take longer than a step of gsm8k took on an H200, 3.3 s."""
+LEAST = {"cpu": (0.0, 0.0), "cuda": (6.5e-5, 2e-4)}
+"""Least seconds of a layer in a decoding step and in a forward pass, however few tokens they have,
+because starting kernels takes time: a decoding step of one token in 28 layers took 1.81 ms on an
+H200; forward and backward pass, which count as three, start 128 kernels, of 5 µs as assumed."""
 ATTENTION = 0.33
 """Share of the measured rate at which a GPU computes attention, counted as three forward passes per
 gradient; from FlashAttention-2's published speed on an H100 (370 TFLOP/s forward, 300 backward)."""
@@ -312,10 +316,22 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     passes += size.frozen / size.parameters
     sampled = train.steps * (rollout + extra) + evaluations * held_out
     learned = train.steps * rollout
+    per_step, per_pass = (size.layers * least for least in LEAST[rates.device])
+    waves = _waves(recipe.rollout.batch, recipe.engine)
+    decoding = train.steps * waves * recipe.rollout.max_tokens
+    parts = recipe.train_batches * math.ceil(
+        rollout / recipe.train_batches / (train.micro_tokens or rollout)
+    )
     forward = forward_seconds(size, prompt + response / 2, rates)
-    seconds = sampled / sampled_per_second + learned * passes * forward
+    seconds = max(sampled / sampled_per_second, decoding * per_step)
+    seconds += passes * max(learned * forward, train.steps * parts * per_pass)
     seconds += recipe.gradient_steps * bodies * offload_seconds(size, train)
     return seconds + (sampled + learned) * overhead
+
+
+def _waves(responses: int, engine: AnyEngine) -> int:
+    """Return how many times the engine is filled to sample this number of responses."""
+    return math.ceil(responses / getattr(engine, "max_running", responses))
 
 
 def forward_seconds(size: Size, context: float, rates: Rates) -> float:

@@ -111,6 +111,26 @@ def test_long_contexts_recomputation_and_offload_take_time():
     assert moved - plain == pytest.approx(recipe.gradient_steps * 8e6 / 50e9)
 
 
+def test_starting_kernels_takes_time_on_a_gpu():
+    """At unlimited rates, each of 3 steps takes 48 decoding steps per 64 responses and 3 passes per
+    pack, in 12 layers. A token takes 2 µs when it is sampled, and again when it is learned."""
+    rates, on_gpu = Rates("cuda", "bf16", 1e15, 1e15), SIZE._replace(widths=WIDTHS, layers=12)
+    given = ["train.log_kl=false", "objective.kl=none", "train.steps=3", "train.epochs=1"]
+    given += ["task.validation_rows=0", "task.name=files", "task.train=rows.jsonl"]
+    given += ["task.reward=reward.py:f", "rollout.max_tokens=48", "rollout.batch=64"]
+    given += ["train.batch=64", "engine.max_running=64"]
+
+    def told(*sets):
+        return estimate_seconds(load_recipe("keywords", [*given, *sets]), on_gpu, rates)
+
+    assert told("engine.max_running=32") - told() == pytest.approx(3 * 48 * 12 * 6.5e-5)
+    tokens = 64 * 0.6 * 48 + 8 * 30
+    halves = told(f"train.micro_tokens={tokens // 2 + 1:.0f}")
+    assert halves - told() == pytest.approx(3 * 3 * 12 * 2e-4)
+    least = 3 * 48 * 12 * 6.5e-5 + 3 * 3 * 12 * 2e-4
+    assert told() == pytest.approx(least + 3 * 2 * tokens * 2e-6, rel=1e-3)
+
+
 def test_a_pack_must_have_room_for_a_prompt(tmp_path, smollm2):
     tiny = ["model.name=scratch", f"model.tokenizer={smollm2}", "model.layers=1", "device=cpu"]
     recipe = load_recipe("keywords", [*tiny, "train.micro_tokens=64", "validation.max_tokens=64"])
