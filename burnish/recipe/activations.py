@@ -16,8 +16,9 @@ LOGIT_ROWS = 4096
 """Rows of logits that a GPU holds at a time (`burnish.model.logprobs.GPU_CHUNK`)."""
 WORKSPACES = 800_000_000
 """Bytes beside the tensors of a gradient step, such as workspaces of CUDA's libraries: the
-difference between peaks measured on an H200 (38.0 GiB, and 8.2 GiB with recomputation) and the
-tensors of the step (37.2 and 7.4 GiB), for 16 × 1,024 tokens in the shape of Qwen2.5-1.5B."""
+difference between peaks measured on an H200 (38.0 GiB with all inputs of linear layers stored, and
+8.2 GiB with recomputation) and the tensors of the step (37.2 and 7.4 GiB), for 16 × 1,024 tokens in
+the shape of Qwen2.5-1.5B."""
 
 
 class Widths(NamedTuple):
@@ -68,17 +69,20 @@ def largest_pack(train: TrainConfig, rollout: RolloutConfig, prompt: int) -> Pac
     )
 
 
-def layer_bytes(widths: Widths, pack: PackSize, low: int) -> int:
+def layer_bytes(widths: Widths, pack: PackSize, low: int, *, is_recomputed: bool) -> int:
     """Return the bytes that one layer saves for the backward pass, in a precision of ``low`` bytes
     per number, including the layer's input.
 
-    Per token, these are 4 d (inputs and outputs of two norms), 2 q + 2 k (queries, keys, values and
-    the attention's output) and 3 f (inputs and output of SwiGLU), and in fp32 the scales of the
-    norms and the logsumexp of each head. Keys and values have a row per token of each context.
-    Norms of queries and keys save their inputs, too.
+    Per token, these are 2 d (inputs of two norms), 2 q + 2 k (queries, keys, values and the
+    attention's output) and 2 f (inputs of SwiGLU), and in fp32 the scales of the norms and the
+    logsumexp of each head. Keys and values have a row per token of each context. Norms of queries
+    and keys save their inputs, too. A layer that is recomputed as a whole also saves 2 d + f, the
+    outputs of the norms and of SwiGLU; another computes each again when its gradient is needed.
     """
     d, q, k, f = widths.model, widths.queries, widths.keys, widths.mlp
-    numbers, scales = 4 * d + 2 * q + 3 * f, 2 + widths.heads
+    numbers, scales = 2 * d + 2 * q + 2 * f, 2 + widths.heads
+    if is_recomputed:
+        numbers += 2 * d + f
     if widths.has_head_norms:
         numbers, scales = numbers + q + 2 * k, scales + widths.heads + widths.key_heads
     per_token = low * numbers + 4 * scales
@@ -99,11 +103,12 @@ def activation_bytes(
     reaches it. Gradients of earlier packs exist throughout.
     """
     d, f, vocabulary, tokens = widths.model, widths.mlp, widths.vocabulary, pack.tokens
-    one = layer_bytes(widths, pack, low)
+    one = layer_bytes(widths, pack, low, is_recomputed=train.recompute)
     inputs = low * d * tokens
     kept = inputs if train.recompute else one
-    # The gradient of SwiGLU is computed from the gradients of its output and the layer's output.
-    within = one + low * (d + 2 * f) * tokens
+    # The gradient of SwiGLU, with the gradients of the layer's output and of SwiGLU's output, which
+    # replaces this output if it was saved.
+    within = one + low * (d + 2 * f + f * (not train.recompute)) * tokens
     learns_head = train.learn.name == "all"
     table = vocabulary * d
     wide = 4 if widths.has_fp32_head else low
