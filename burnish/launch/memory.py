@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 
+from burnish.console.progress import tell
 from burnish.console.text import counted
 from burnish.errors import BurnishError, ConfigError, ModelError, RunError
 from burnish.launch.models import ModelSource, find_device
 from burnish.machine import hardware
 from burnish.model import lora, peft
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.recipe.costs import ENGINE, Need, Size, format_bytes
+from burnish.recipe.activations import Widths
+from burnish.recipe.costs import ACTIVATIONS, ENGINE, Need, Size, format_bytes
 from burnish.recipe.recipe import TrainConfig
 from burnish.recipe.trainable import LoraLearns
 
@@ -50,6 +52,23 @@ def measure_model(
         copied=packed * (2 if narrow else 4),
         frozen=sum(p.numel() for other in others for p in other.parameters()),
         frozen_contexts=tuple((setting, other.shape.context) for setting, other in frozen.items()),
+        widths=None if device == "cpu" else widths_of(shape),
+    )
+
+
+def widths_of(shape: ModelConfig) -> Widths:
+    """Return the widths of a model's tensors, which determine the memory of its activations."""
+    return Widths(
+        model=shape.d_model,
+        queries=shape.n_heads * shape.head_width,
+        keys=shape.kv_heads * shape.head_width,
+        mlp=shape.d_ff,
+        heads=shape.n_heads,
+        key_heads=shape.kv_heads,
+        vocabulary=shape.vocab_size,
+        is_tied=shape.tied,
+        has_head_norms=shape.family == "qwen3",
+        has_fp32_head=shape.fp32_head,
     )
 
 
@@ -125,8 +144,10 @@ def missing_room(
 
     ``needed`` lists the memory of one rank's learner, and the memory, cache and disk space of all
     other components. On a CPU, the ranks share the machine's memory. The checkpoints that the
-    directory already has count as free disk space.
+    directory already has count as free disk space. Activations are not counted, because responses
+    may be shorter than estimated.
     """
+    needed = [need for need in needed if need.what != ACTIVATIONS]
     total, free = hardware.memory(device)
     if device == "cpu":  # the ranks share the machine's memory
         each = [need.resource == "memory" and need.what != ENGINE for need in needed]
@@ -138,6 +159,21 @@ def missing_room(
     if device != "cpu":
         available["main memory"] = hardware.memory("cpu")[1]
     return compare_needs(needed, available)
+
+
+def warn_of_activations(needed: Sequence[Need], device: str) -> None:
+    """Print a note if a run may not fit into the GPU's memory with responses of the maximum length,
+    although it would fit without activations."""
+    sizes = {n.what: n.size for n in needed if n.resource in ("memory", "cache")}
+    whole, free = sum(sizes.values()), hardware.memory(device)[1]
+    if ACTIVATIONS in sizes and whole > free:
+        tell(
+            "note",
+            f"note: with responses of the maximum length the run may need {format_bytes(whole)} of "
+            f"GPU memory, of which activations are {format_bytes(sizes[ACTIVATIONS])}, and "
+            f"{format_bytes(free)} are available; if it runs out of memory, lower "
+            "train.micro_tokens or set train.recompute",
+        )
 
 
 def compare_needs(needed: Sequence[Need], available: Mapping[str, int]) -> list[BurnishError]:

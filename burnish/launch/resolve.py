@@ -95,6 +95,7 @@ def resolve(
     if checks and out is not None:
         needed = needs(recipe, size)
         raise_problems(memory.missing_room(needed, device, out, ranks=recipe.ranks))
+        memory.warn_of_activations(needed, device)
     room = None
     if not recipe.is_supervised:
         room = prompt_room(size, engine, recipe.rollout, recipe.validation, train.micro_tokens)

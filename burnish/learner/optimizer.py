@@ -5,14 +5,13 @@ fp32 the policy's own parameters are the masters. In bf16 and fp16 the policy is
 that precision (2 P bytes more), which is rewritten after each step. Its gradients are added to the
 fp32 gradients as soon as the backward pass has computed them. Frozen weights are held once, in the
 policy's precision. With ``train.offload``, the moments (8 P bytes) are in main memory, and on the
-GPU only while their parameter is updated.
+GPU only while their weights are updated.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import weakref
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from burnish.errors import RunError
+from burnish.learner.offload import pinned_zeros, slices, staged
 from burnish.learner.ranks import Ranks, SingleProcess, local
 from burnish.model.protocol import Module
 from burnish.recipe.recipe import TrainConfig
@@ -103,7 +102,7 @@ class Optimizer(Generic[Model]):
             fused=True,
         )
         # Allocated here and not at the first step, so that memory is known and state is complete.
-        create = _zeros_in_main_memory if train.offload else torch.zeros_like
+        create = pinned_zeros if train.offload else torch.zeros_like
         for p in self._learning:
             moments = {name: create(p) for name in ("exp_avg", "exp_avg_sq")}
             self.adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
@@ -150,25 +149,29 @@ class Optimizer(Generic[Model]):
 
     @torch.no_grad()
     def _step_offloaded(self) -> None:
-        """Take an AdamW step, parameter by parameter: copy its moments to its device, update it
-        and them, and copy them back. The results are those of a step of all parameters."""
-        for group in self.adamw.param_groups:
+        """Take an AdamW step, slice by slice: copy its moments to its device, update weights and
+        moments, and copy the moments back. The results are those of a step of all parameters."""
+        parts = [
+            (group, p, part)
+            for group in self.adamw.param_groups
+            for p in group["params"]
+            if p.grad is not None
+            for part in slices(p.numel())
+        ]
+        moments = [
+            tuple(self.adamw.state[p][name].view(-1)[part] for name in ("exp_avg", "exp_avg_sq"))
+            for _, p, part in parts
+        ]
+        device = self._learning[0].device if self._learning else torch.device("cpu")
+        for (group, p, part), (first, second) in zip(parts, staged(moments, device), strict=True):
             beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.adamw.state[p]
-                held = [state["exp_avg"], state["exp_avg_sq"]]
-                first, second = (tensor.to(p.device, non_blocking=True) for tensor in held)
-                adamw(
-                    [p], [p.grad], [first], [second], [], [state["step"]],
-                    fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-                )  # fmt: skip
-                for tensor, updated in zip(held, (first, second), strict=True):
-                    tensor.copy_(updated, non_blocking=True)
-        if self._learning and self._learning[0].is_cuda:
-            torch.cuda.synchronize(self._learning[0].device)  # others may read the moments now
+            step = self.adamw.state[p]["step"]  # counted once per parameter
+            step = step if part.stop == p.numel() else step.clone()
+            adamw(
+                [p.view(-1)[part]], [p.grad.reshape(-1)[part]], [first], [second], [], [step],
+                fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
 
     def shrink_scale(self) -> bool:
         """Halve the loss scale and return True; if it is already 1, keep it and return False."""
@@ -212,26 +215,6 @@ def copy_weights(source: Module, target: Module) -> None:
     learned = (map(local, pair) for pair in both if pair[1].requires_grad)
     to, of = zip(*learned, strict=True)
     torch._foreach_copy_(to, of)
-
-
-def _zeros_in_main_memory(like: Tensor) -> Tensor:
-    """Return zeros of the shape of a parameter in main memory, pinned if the parameter is on a GPU,
-    which then reads and writes them at full speed.
-
-    torch's own pinned memory is not used: it rounds sizes up to powers of two. Raise a RunError if
-    the system does not allow to pin so much."""
-    zeros = torch.zeros(like.shape, dtype=like.dtype)
-    if like.is_cuda and zeros.numel():
-        driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        place, size = zeros.data_ptr(), zeros.numel() * zeros.element_size()
-        if error := int(driver.cudaHostRegister(place, size, 0)):
-            raise RunError(
-                f"the system does not pin {size:,} bytes of main memory for AdamW's moments (CUDA "
-                f"error {error}); raise its limit of locked memory (ulimit -l), or remove "
-                "train.offload"
-            )
-        weakref.finalize(zeros, driver.cudaHostUnregister, place).atexit = False
-    return zeros
 
 
 def _fold(master: Tensor, low: Tensor) -> None:

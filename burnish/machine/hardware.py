@@ -42,8 +42,9 @@ _ANY = ("DEFAULT", "ALL", "AMX")
 ALLOWED_BY = {"AMX": _ANY, "AVX-512 BF16": (*_ANY, "FP16", "AVX10", "BF16")}
 """For each instruction set that ``LIMIT`` can disable: words in the variable's value that allow
 it."""
-WIDTHS = (576, 3072)
-"""Input and output width of a matrix product in the default model."""
+WIDTHS = {"cpu": (576, 3072), "cuda": (4096, 4096)}
+"""Input and output width of a measured matrix product: on a CPU, those of the default model; on a
+GPU, wide enough for its full speed."""
 ROWS = {"cpu": (64, 1024), "cuda": (1024, 16384)}
 """Number of rows of a product during sampling and during training, by device."""
 MATRICES = 16
@@ -85,8 +86,9 @@ def gpu() -> str | None:
 def measure_rates(
     seconds: float = 1.0, *, precision: str = "fp32", device: str | None = None
 ) -> Rates:
-    """Measure how fast a device multiplies matrices with the default model's shapes, which takes
-    about ``seconds``. The rates, in 10⁹ operations per second, estimate an otherwise idle machine.
+    """Measure how fast a device multiplies matrices of the shapes in `WIDTHS` and `ROWS`, which
+    takes about ``seconds``. The rates, in 10⁹ operations per second, estimate an otherwise idle
+    machine.
 
     ``precision`` is fp32, bf16 or fp16; fp32 is measured if the device has no instructions for it.
     ``device`` is cpu or cuda; None selects a GPU if there is one, like device = 'auto'.
@@ -98,7 +100,7 @@ def measure_rates(
     where = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     precision = precision if supports_precision(precision, where) else "fp32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    wide, long = WIDTHS
+    wide, long = WIDTHS[where]
     weights = [torch.full((wide, long), 0.01, dtype=dtype, device=where) for _ in range(MATRICES)]
     together = MATRICES if where == "cuda" else 1  # products before waiting for the device
 

@@ -161,6 +161,7 @@ class _Head(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 more = product(logits.T, hidden[rows])
                 to_weight = more.to(heat.dtype) if to_weight is None else to_weight.add_(more)
+                del more  # frees the memory before the next chunk is computed
             logits = None
         given = None if to_weight is None else to_weight.to(weight.dtype)
         if ctx.vocabulary is not None:

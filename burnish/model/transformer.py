@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
 from burnish.model.attention import Attend, causal, packed
+from burnish.model.chained import chained
 from burnish.model.logprobs import Vocabulary, token_logprobs
 from burnish.model.matmul import fuses, linear
 from burnish.types import Measured, PackedBatch
@@ -293,17 +294,21 @@ class Layer(nn.Module):
         self.gate_up = _Linear(d, 2 * config.d_ff, bias=False)
         self.down = _Linear(config.d_ff, d, bias=False)
 
-    def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: Rotation, attend: Attend, is_recomputed: bool = False
+    ) -> Tensor:
         """Apply attention and MLP, each with its norm and residual connection: [N, d] -> [N, d].
-        ``turn`` is the `rotation` of queries and keys, and ``attend`` the attention function."""
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.width))
+        ``turn`` is the `rotation` of queries and keys, and ``attend`` the attention function.
+        ``is_recomputed`` says whether the caller recomputes the layer in the backward pass."""
+        qkv = chained(self.attention_norm, self.qkv, x, keep=is_recomputed)
+        qkv = qkv.view(-1, sum(self.heads), self.width)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv.split(self.heads, dim=1)
+            q, k, v = torch.split(qkv, self.heads, dim=1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
         q, k, v = rotate_qkv(qkv, turn, self.heads)
         x = x + self.out(attend(self.index, q, k, v).reshape(x.shape[0], -1))
-        out: Tensor = x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
-        return out
+        gate_up = chained(self.mlp_norm, self.gate_up, x, keep=is_recomputed)
+        return x + chained(swiglu, self.down, gate_up, keep=is_recomputed)
 
 
 def hf_views(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -470,9 +475,8 @@ class Transformer(nn.Module):
         again = self.recompute and torch.is_grad_enabled()
         for layer in layers:
             if again:
-                x = checkpoint(
-                    layer, x, turn, attend, use_reentrant=False, preserve_rng_state=False
-                )
+                given = x, turn, attend, True
+                x = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, turn, attend)
         return x

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from burnish.console.text import counted
 from burnish.errors import ConfigError
+from burnish.recipe.activations import PackSize, Widths, activation_bytes, largest_pack
 from burnish.recipe.critic import CriticConfig
 from burnish.recipe.engine import AnyEngine
 from burnish.recipe.mesh import MeshConfig
@@ -33,12 +34,28 @@ HELD_OUT = 256
 """Assumed number of held-out prompts if the recipe does not set it."""
 WRITTEN = 4
 """Assumed bytes of a JSONL file per token."""
-REACHED = {"cpu": (0.65, 0.7), "cuda": (0.12, 0.25)}
+REACHED = {"cpu": (0.65, 0.7), "cuda": (0.3, 0.7)}
 """Share of the measured rates that sampling and learning reach: on a CPU, as measured on two
-AVX-512 cores with the recipe demo-small; on a GPU, roughly as on an H200 with gsm8k."""
-OVERHEAD = {"cpu": 1e-4, "cuda": 1e-5}
+AVX-512 cores with the recipe demo-small; on a GPU, as on an H200 with `benchmarks/gpu.py`: 256
+samples at once reach 0.47 in the shape of Qwen2.5-1.5B and 0.24 in that of SmolLM2-1.7B, and
+learning 0.70 in the former shape."""
+OVERHEAD = {"cpu": 1e-4, "cuda": 2e-6}
 """Seconds per token that do not depend on the model's size, when sampling and again when learning:
-on a CPU as measured with the recipe sums on two AMX cores, on a GPU a guess."""
+on a CPU as measured with the recipe sums on two AMX cores; on a GPU chosen so that 135 million
+parameters do not take longer than a step of gsm8k took on an H200, 3.3 s."""
+LEAST = {"cpu": (0.0, 0.0), "cuda": (6.5e-5, 2e-4)}
+"""Least seconds of a layer in a decoding step and in a forward pass, however few tokens they have,
+because starting kernels takes time: a decoding step of one token in 28 layers took 1.81 ms on an
+H200; forward and backward pass, which count as three, start 128 kernels, of 5 µs as assumed."""
+ATTENTION = 0.33
+"""Share of the measured rate at which a GPU computes attention, counted as three forward passes per
+gradient; from FlashAttention-2's published speed on an H100 (370 TFLOP/s forward, 300 backward)."""
+TRANSFER = 50e9
+"""Bytes per second between main memory and a GPU in one direction, as assumed for PCIe 5.0 × 16.
+Both directions are used at the same time."""
+ACTIVATIONS = "activations"
+"""Name of the memory that depends on the lengths of responses, so that its estimate stops no
+run."""
 ENGINE = "the engine's weights"
 """Name of the memory that a run needs once, and not on every rank of a mesh."""
 SORTER_BYTES = 1_000_000
@@ -71,6 +88,8 @@ class Size(NamedTuple):
     rewriting_roles: tuple[str, ...] = ()
     """Roles of an environment's messages after which the chat template writes earlier turns
     differently."""
+    widths: Widths | None = None
+    """Widths of the model's tensors; None on a CPU, for which no activations are estimated."""
 
 
 class Room(NamedTuple):
@@ -130,7 +149,8 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     """Return the memory of learner and engine for a language model, item by item, and the disk
     space of a run's checkpoints. Items of 0 bytes are left out.
 
-    On a mesh, the learner's memory is the memory of one rank. Activations are not included.
+    On a mesh, the learner's memory is the memory of one rank. Activations of a learner on one GPU
+    are included, for responses of the maximum length; those of a mesh or a CPU are not.
     """
     train, engine, count = recipe.train, recipe.engine, size.parameters
     samples = not recipe.is_supervised
@@ -170,11 +190,31 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     if recipe.on_mesh:
         found = _per_rank(recipe.mesh, train.precision, size, found)
     found += [
+        Need("memory", ACTIVATIONS, _activations(recipe, size)),
         Need("memory", ENGINE, samples * (wide + size.copied) * count),
         Need("cache", tokens, samples * cache),
         Need("disk", f"{files} of {format_bytes(each)}", min(kept, saves) * each),
     ]
     return [need for need in found if need.size]
+
+
+def _activations(recipe: Recipe, size: Size) -> int:
+    """Return the bytes that the learner's gradient step needs beside weights, gradients and
+    moments; 0 if they are not known: on a CPU, on a mesh, and for a supervised run without
+    micro_tokens, because the lengths of its rows are not known."""
+    train = recipe.train
+    if size.widths is None or recipe.on_mesh:
+        return 0
+    pack = largest_pack(train, recipe.rollout, size.longest_prompt or PROMPT)
+    if recipe.is_supervised:
+        if train.micro_tokens is None:
+            return 0
+        tokens = train.micro_tokens
+        pack = PackSize(tokens, actions=tokens, contexts=tokens, is_whole=False)
+    learned = size.parameters if size.learned is None else size.learned
+    layers = min(size.layers, getattr(train.learn, "last", None) or size.layers)
+    low = BYTES[train.precision]
+    return activation_bytes(size.widths, pack, layers, 4 * learned, train, low)
 
 
 def shared_memory(recipe: Recipe, size: Size | None) -> int:
@@ -248,18 +288,18 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     rows are not in a single file on this machine.
 
     A forward pass takes two operations per parameter and token, a backward pass four, or two if
-    only an adapter is trained, because the frozen weights have no gradient. The length of responses
-    is not known beforehand, so the estimate is right within a factor of about two.
+    only an adapter is trained, because the frozen weights have no gradient. Recomputation takes one
+    more forward pass. The length of responses is not known beforehand, so the estimate is right
+    within a factor of about two.
     """
     train, validation, objective = recipe.train, recipe.validation, recipe.objective
-    to_sample, to_learn = REACHED[rates.device]
+    to_sample, _ = REACHED[rates.device]
     sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
-    learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
     overhead = OVERHEAD[rates.device]
     if isinstance(recipe.task, SupervisedTask):
         file = Path(recipe.task.train or "")
         written = file.stat().st_size / WRITTEN if file.is_file() else 0
-        return recipe.task.epochs * written * (3 / learned_per_second + overhead)
+        return recipe.task.epochs * written * gradient_seconds(size, 0, train, rates)
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.rollout.prompts * prompt
     extra = extra_tokens(objective.advantage, recipe.rollout, round(response))
@@ -269,15 +309,62 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     held_out *= recipe.is_validated
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (getattr(train.learn, "last", None) or size.layers) / size.layers)
-    gradient = 2 if train.learn.name == "lora" else 3
+    gradient = gradient_passes(train)
     bodies = 1 if recipe.critic is None or recipe.critic.shared else 2
     scoring = _scoring_passes(objective, train, recipe.rollout.batch) + (recipe.critic is not None)
     passes = 1 - upper + upper * (scoring + gradient * bodies * train.epochs)
     passes += size.frozen / size.parameters
     sampled = train.steps * (rollout + extra) + evaluations * held_out
     learned = train.steps * rollout
-    seconds = sampled / sampled_per_second + learned * passes / learned_per_second
+    per_step, per_pass = (size.layers * least for least in LEAST[rates.device])
+    waves = _waves(recipe.rollout.batch, recipe.engine)
+    decoding = train.steps * waves * recipe.rollout.max_tokens
+    parts = recipe.train_batches * math.ceil(
+        rollout / recipe.train_batches / (train.micro_tokens or rollout)
+    )
+    forward = forward_seconds(size, prompt + response / 2, rates)
+    seconds = max(sampled / sampled_per_second, decoding * per_step)
+    seconds += passes * max(learned * forward, train.steps * parts * per_pass)
+    seconds += recipe.gradient_steps * bodies * offload_seconds(size, train)
     return seconds + (sampled + learned) * overhead
+
+
+def _waves(responses: int, engine: AnyEngine) -> int:
+    """Return how many times the engine is filled to sample this number of responses."""
+    return math.ceil(responses / getattr(engine, "max_running", responses))
+
+
+def forward_seconds(size: Size, context: float, rates: Rates) -> float:
+    """Return the seconds of a forward pass over many tokens, per token: two operations per
+    parameter and, on a GPU, 4 · context · (width of all query heads) per layer for attention, where
+    ``context`` is the mean number of earlier tokens that a token reads. On a GPU, an embedding that
+    is not also the head counts no operations."""
+    _, to_learn = REACHED[rates.device]
+    rate, widths = rates.learn_gflops * 1e9, size.widths
+    if widths is None:
+        return 2 * size.parameters / (rate * to_learn)
+    looked_up = 0 if widths.is_tied else widths.vocabulary * widths.model
+    attention = 4 * context * widths.queries * size.layers
+    return 2 * (size.parameters - looked_up) / (rate * to_learn) + attention / (rate * ATTENTION)
+
+
+def gradient_seconds(size: Size, context: float, train: TrainConfig, rates: Rates) -> float:
+    """Return the seconds of forward and backward passes, per token; ``context`` as in
+    `forward_seconds`."""
+    passes = gradient_passes(train) * forward_seconds(size, context, rates)
+    return passes + OVERHEAD[rates.device]
+
+
+def gradient_passes(train: TrainConfig) -> int:
+    """Return the duration of forward and backward passes, in forward passes."""
+    return (2 if train.learn.name == "lora" else 3) + train.recompute
+
+
+def offload_seconds(size: Size, train: TrainConfig) -> float:
+    """Return the seconds in which a gradient step moves AdamW's moments, 8 bytes per trainable
+    weight, to the GPU and back at the same time; 0 without ``train.offload``."""
+    learned = size.parameters if size.learned is None else size.learned
+    return train.offload * 8 * learned / TRANSFER
 
 
 def extra_tokens(advantage: Advantage, rollout: RolloutConfig, length: int) -> int:

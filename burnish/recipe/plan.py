@@ -540,8 +540,7 @@ def _weight_lines(size: Size, train: TrainConfig, sampled: str, model: AnyModel)
 
 
 def _need_lines(found: Sequence[Need], *, on_mesh: bool) -> Lines:
-    """Return one line each for memory, cache and disk. Memory does not include activations, which
-    are not known before the first forward pass."""
+    """Return one line each for memory, cache and disk."""
     lines = list[tuple[str, str]]()
     for resource in dict.fromkeys(need.resource for need in found):
         parts = [need for need in found if need.resource == resource]

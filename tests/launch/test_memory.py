@@ -6,11 +6,20 @@ from typing import Any
 
 import pytest
 
+from burnish.console.progress import showing
 from burnish.errors import ConfigError
 from burnish.launch import local, memory
 from burnish.launch.resolve import resolve, survey
 from burnish.machine import hardware
-from burnish.recipe.costs import ENGINE, SORTER_BYTES, Size, needs, shared_memory
+from burnish.recipe.costs import (
+    ACTIVATIONS,
+    ENGINE,
+    SORTER_BYTES,
+    Need,
+    Size,
+    needs,
+    shared_memory,
+)
 from burnish.recipe.load import load_recipe
 
 SIZE = Size(parameters=1_000_000, cached=100, context=256, longest_prompt=20)
@@ -75,6 +84,22 @@ def test_moments_in_main_memory_are_counted_there(tmp_path, monkeypatch):
     (error,) = memory.missing_room(needs(recipe, SIZE), "cuda", tmp_path, ranks=1)
     assert "needs 16 MB of main memory (the most: " in str(error)
     assert "10 MB are available; end other programs, remove train.offload" in str(error)
+
+
+def test_activations_are_noted_but_stop_no_run(tmp_path, monkeypatch):
+    rooms = {"cuda": (10**9, 100_000_000), "cpu": (10**9, 10**9)}
+    monkeypatch.setattr(hardware, "memory", lambda device="cpu": rooms[device])
+    monkeypatch.setattr(hardware, "disk", lambda path: 10**9)
+    weights = [Need("memory", "fp32 masters", 80_000_000), Need("cache", "cached", 10_000_000)]
+    for size, is_noted in ((10_000_000, False), (10_000_001, True)):
+        needed = [*weights, Need("memory", ACTIVATIONS, size)]
+        assert not memory.missing_room(needed, "cuda", tmp_path, ranks=1)
+        notes: list[str] = []
+        with showing(lambda progress, notes=notes: notes.append(progress.doing)):
+            memory.warn_of_activations(needed, "cuda")
+            memory.warn_of_activations(weights, "cuda")
+        assert len(notes) == is_noted
+    assert "may need 100 MB of GPU memory, of which activations are 10 MB, and 100 MB" in notes[0]
 
 
 def test_only_a_learner_on_a_gpu_moves_its_moments(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from burnish.learner import offload
 from burnish.learner import optimizer as optim
 from burnish.learner.optimizer import Optimizer, rate
 from burnish.model import lora
@@ -153,15 +154,21 @@ def test_without_decay_steps_are_bitwise_those_of_one_group(name, precision):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["qwen2", "lora", "critic"])
-def test_steps_with_moments_in_main_memory_are_bitwise_the_same(name, precision, device):
-    """With groups of both decays, parameters without gradients, and a state that is loaded."""
+@pytest.mark.parametrize("size", [offload.SLICE, 256])
+def test_steps_with_moments_in_main_memory_are_bitwise_the_same(
+    name, precision, device, size, monkeypatch
+):
+    """With groups of both decays, parameters without gradients, a state that is loaded, and
+    parameters of several slices."""
+    monkeypatch.setattr(offload, "SLICE", size)
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     settings = {"weight_decay": 0.1, "learning_rate": 1e-2, "precision": precision}
     found = []
-    for offload in (False, True):
+    for is_offloaded in (False, True):
+        settings["offload"] = is_offloaded
         model = (adapted() if name == "lora" else copy.deepcopy(MODELS[name]())).to(device)
-        optimizer = Optimizer(model, TrainConfig(**settings, offload=offload))
+        optimizer = Optimizer(model, TrainConfig(**settings))
         random = np.random.default_rng(0)
         for step in range(5):
             random_gradients(optimizer, random)
@@ -170,18 +177,25 @@ def test_steps_with_moments_in_main_memory_are_bitwise_the_same(name, precision,
             optimizer.step(step, optimizer.gradient_norm())
             tensors, numbers = optimizer.state()
             if step == 3:
-                other = Optimizer(copy.deepcopy(model), TrainConfig(**settings, offload=offload))
+                other = Optimizer(copy.deepcopy(model), TrainConfig(**settings))
                 for key, value in other.state()[0].items():
                     value.copy_(tensors[key])
                 other.load_numbers(numbers)
                 optimizer = other
         tensors, _ = optimizer.state()
         places = {t.device.type for key, t in tensors.items() if key.startswith("exp_avg")}
-        assert places == {"cpu" if offload else device}
+        assert places == {"cpu" if is_offloaded else device}
         low = {f"low.{n}": p for n, p in optimizer.policy.named_parameters()}
         found.append({key: t.detach().cpu() for key, t in (tensors | low).items()})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_slices_divide_a_tensor_evenly(monkeypatch):
+    monkeypatch.setattr(offload, "SLICE", 256)
+    found = [[(s.start, s.stop) for s in offload.slices(n)] for n in (0, 1, 256, 257, 600)]
+    assert found[:3] == [[], [(0, 1)], [(0, 256)]]
+    assert found[3:] == [[(0, 192), (192, 257)], [(0, 256), (256, 512), (512, 600)]]
 
 
 def test_weight_decay_without_a_gradient_moves_nothing():

@@ -16,6 +16,7 @@ if not find_spec("triton") or not (torch.cuda.is_available() or os.environ.get("
 
 from burnish.model import (
     activations,
+    chained,
     elementwise_kernels,
     gather,
     logprobs,
@@ -34,7 +35,7 @@ DTYPES = pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (activations, gather, logprobs, transformer):
+    for module in (activations, chained, gather, logprobs, transformer):
         monkeypatch.setattr(module, "fuses", lambda x: x.dtype.itemsize <= 4)
 
 

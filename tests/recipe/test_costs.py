@@ -6,8 +6,18 @@ from burnish import api
 from burnish.errors import ConfigError, MissingExtra
 from burnish.launch import local, preflight
 from burnish.launch.resolve import resolve, survey
-from burnish.recipe.costs import SORTER_BYTES, Size, needs, shared_memory
+from burnish.recipe.activations import WORKSPACES, Widths
+from burnish.recipe.costs import (
+    ACTIVATIONS,
+    SORTER_BYTES,
+    Size,
+    estimate_seconds,
+    forward_seconds,
+    needs,
+    shared_memory,
+)
 from burnish.recipe.load import load_recipe
+from burnish.types import Rates
 
 SIZE = Size(1_000_000, cached=2 * 3 * 4 * 5, context=200, longest_prompt=30, copied=2)
 
@@ -44,6 +54,81 @@ def test_an_average_of_the_reference_is_counted_in_fp32(precision, average, save
     assert sizes.get("the reference's average", 0) == average * 1_000_000
     (disk,) = (need.size for need in found if need.resource == "disk")
     assert disk == saved * 1_000_000
+
+
+WIDTHS = Widths(
+    model=64, queries=64, keys=32, mlp=256, heads=4, key_heads=2, vocabulary=500, is_tied=True
+)
+
+
+def activations(recipe, size):
+    sizes = {need.what: need.size for need in needs(recipe, size)}
+    return sizes.get(ACTIVATIONS, 0)
+
+
+def test_activations_are_planned_for_one_gpu():
+    on_gpu = SIZE._replace(widths=WIDTHS, layers=12)
+    given = ["train.precision=bf16", "train.batch=128", "rollout.max_tokens=2000"]
+
+    def told(*sets):
+        return activations(load_recipe("keywords", [*given, *sets]), on_gpu)
+
+    whole, few = told(), told("train.micro_tokens=4096")
+    again, upper = told("train.recompute=true"), told("train.learn=layers", "train.learn.last=3")
+    assert few < whole
+    assert again - WORKSPACES < (whole - WORKSPACES) / 3
+    assert upper - WORKSPACES < (whole - WORKSPACES) / 3
+    assert activations(load_recipe("keywords", given), SIZE) == 0  # on a CPU
+    mesh = ["runtime=ray", "mesh.shard=2", "train.micro_tokens=4096"]
+    assert told(*mesh) == 0
+    rows = {"task.train": "rows.jsonl", "train.precision": "bf16"}
+    for limit, is_known in ((None, False), (4096, True)):
+        recipe = load_recipe("sft", rows | {"train.micro_tokens": limit})
+        assert (activations(recipe, on_gpu) > 0) == is_known
+
+
+def test_long_contexts_recomputation_and_offload_take_time():
+    """A forward pass: 2 operations per weight, at 0.7 of the rate; 4 · 32 per token of context and
+    width and layer, at 0.33. Recomputation is a fourth pass. The moments, 8 bytes per weight, move
+    at 50 GB/s in both directions at the same time."""
+    rates, on_gpu = Rates("cuda", "bf16", 1000.0, 1000.0), SIZE._replace(widths=WIDTHS, layers=12)
+    short, long = (forward_seconds(on_gpu, context, rates) for context in (0, 1000))
+    assert short == pytest.approx(2e6 / 0.7e12)
+    assert long - short == pytest.approx(4 * 1000 * 64 * 12 / 0.33e12)
+    assert forward_seconds(SIZE, 1000, rates) == short
+    own_head = on_gpu._replace(widths=WIDTHS._replace(is_tied=False))
+    assert forward_seconds(own_head, 0, rates) == pytest.approx(2 * (1e6 - 64 * 500) / 0.7e12)
+    given = ["train.log_kl=false", "objective.kl=none", "train.steps=3", "train.epochs=1"]
+    plain, again, moved = (
+        estimate_seconds(load_recipe("keywords", [*given, *sets]), on_gpu, rates)
+        for sets in ([], ["train.recompute=true"], ["train.offload=true"])
+    )
+    recipe = load_recipe("keywords", given)
+    response = 0.6 * recipe.rollout.max_tokens
+    tokens = 3 * (recipe.rollout.batch * response + recipe.rollout.prompts * 30)
+    forward = forward_seconds(on_gpu, 30 + response / 2, rates)
+    assert again - plain == pytest.approx(tokens * forward)
+    assert moved - plain == pytest.approx(recipe.gradient_steps * 8e6 / 50e9)
+
+
+def test_starting_kernels_takes_time_on_a_gpu():
+    """At unlimited rates, each of 3 steps takes 48 decoding steps per 64 responses and 3 passes per
+    pack, in 12 layers. A token takes 2 µs when it is sampled, and again when it is learned."""
+    rates, on_gpu = Rates("cuda", "bf16", 1e15, 1e15), SIZE._replace(widths=WIDTHS, layers=12)
+    given = ["train.log_kl=false", "objective.kl=none", "train.steps=3", "train.epochs=1"]
+    given += ["task.validation_rows=0", "task.name=files", "task.train=rows.jsonl"]
+    given += ["task.reward=reward.py:f", "rollout.max_tokens=48", "rollout.batch=64"]
+    given += ["train.batch=64", "engine.max_running=64"]
+
+    def told(*sets):
+        return estimate_seconds(load_recipe("keywords", [*given, *sets]), on_gpu, rates)
+
+    assert told("engine.max_running=32") - told() == pytest.approx(3 * 48 * 12 * 6.5e-5)
+    tokens = 64 * 0.6 * 48 + 8 * 30
+    halves = told(f"train.micro_tokens={tokens // 2 + 1:.0f}")
+    assert halves - told() == pytest.approx(3 * 3 * 12 * 2e-4)
+    least = 3 * 48 * 12 * 6.5e-5 + 3 * 3 * 12 * 2e-4
+    assert told() == pytest.approx(least + 3 * 2 * tokens * 2e-6, rel=1e-3)
 
 
 def test_a_pack_must_have_room_for_a_prompt(tmp_path, smollm2):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from burnish.learner.optimizer import Optimizer
 from burnish.learner.program import compile
 from burnish.learner.protocol import LearnerState
 from burnish.learner.ranks import local
-from burnish.model import shards
+from burnish.model import chained, shards
 from burnish.model.critic import Critic
 from burnish.model.shards import Shards
 from burnish.model.transformer import Transformer
@@ -119,6 +120,12 @@ def check_step(rank, sizes):
         pair = both(sizes, "qwen3", dtype, WHITENED, gather=gather)
         take_steps(*pair, 0, dtype)
         check_weights(*pair, tolerance)
+
+
+def check_chained(rank, sizes):
+    """The inputs of linear layers are computed again in the backward pass, as on a GPU."""
+    with mock.patch.object(chained, "fuses", return_value=True):
+        check_step(rank, sizes)
 
 
 def check_average(rank, sizes):
@@ -284,6 +291,12 @@ def test_four_ranks_read_their_own_parts_of_a_checkpoint(tmp_path, sizes):
 )
 def test_a_mesh_takes_the_steps_of_one_process(sizes):
     run_ranks(math.prod(sizes), check_step, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)], ids=str)
+def test_a_mesh_computes_inputs_again(sizes):
+    run_ranks(2, check_chained, sizes)
 
 
 @pytest.mark.slow
