@@ -7,7 +7,6 @@ A third one merges the parts.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -65,24 +64,17 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: PageTable, size: int)
     is_whole = parts == 1 and shared <= 1
     mixes = q.new_empty(shared + (0 if is_whole else parts), *q.shape, dtype=torch.float32)
     sums = mixes.new_empty(*mixes.shape[:3], 2)
-    aside = None
     if items is not None:
         given = q, keys, values, mixes, sums, table.pages, items, scale, rows
         sizes = {"MATES": mates, "GROUP": GROUP, "PADDED": max(LEAST, mates * GROUP)}
         grid = heads, len(items), shared
-        if q.is_cuda and not is_whole:  # beside the kernel of the other tokens
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
-        with nullcontext() if aside is None else torch.cuda.stream(aside):
-            _attend_shared[grid](*given, **shape, **sizes, PARTS=shared)
+        _attend_shared[grid](*given, **shape, **sizes, PARTS=shared)
     own = {"PADDED": padded, "PARTS": parts, "WHOLE": is_whole, "BEGUN": is_whole and shared == 1}
     target = (out, mixes, sums) if is_whole else (out, mixes[shared:], sums[shared:])
     grid = heads, rows, parts  # the heads of a token are neighbours in memory
     stages = 3 if width <= 64 or rows * heads < MANY else 2
     given, start = (q, keys, values, *target, *table[:4], scale), early(rows, q)
     _attend[grid](*given, **shape, **own, **start, num_warps=1, num_stages=stages)
-    if aside is not None:
-        torch.cuda.current_stream().wait_stream(aside)
     if not is_whole:
         sizes = {"SHARED": shared, "ALL": parts + shared, "WIDTH": width}
         sizes["PADDED"] = triton.next_power_of_2(parts + shared)
