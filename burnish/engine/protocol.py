@@ -139,8 +139,9 @@ class TokenSource(Protocol):
     """An engine that hands out tokens as soon as they are sampled."""
 
     on_tokens: OnTokens | None
-    """Called during `step` with the new tokens of each sample, including its end token; None for no
-    callback."""
+    """Called with the new tokens of each sample, including its end token: during `step`, and during
+    `load` and `abort` with tokens that were sampled before. It must not call the engine. None for
+    no callback."""
 
 
 @runtime_checkable

@@ -204,8 +204,9 @@ class Cuda:
 class CudaBlock:
     """A block of decoding steps on the GPU: see `plain.Block`.
 
-    The host queues `LOOK` steps at a time, when it knows that some rows went on after the steps
-    before the last ones. If all rows have ended, further steps would change nothing.
+    The host queues the next `LOOK` steps when it knows that a row went on at the last look but one.
+    So the device has `LOOK` to twice as many steps left to do, and does few useless steps after all
+    rows have ended.
     """
 
     def __init__(
@@ -244,7 +245,8 @@ class CudaBlock:
         )
 
     def _queue_some(self) -> None:
-        """Queue the next `LOOK` steps, or the copies of the results if no steps are left."""
+        """Wait for the last look but one. Queue the next `LOOK` steps, and copies of the results if
+        no steps are left."""
         self._is_over = len(self.looks) > 1 and not self.looks[-2].runs()
         steps = 0 if self._is_over else min(LOOK, self.steps - self._queued)
         for _ in range(steps):

@@ -38,7 +38,7 @@ class PageTable(NamedTuple):
     firsts: Tensor
     """[S] index of each row's first page in ``pages``."""
     counts: Tensor
-    """[S] number of tokens that the row attends to; 0 gives a result of zeros."""
+    """[S] number of tokens that the row attends to; with 0, the result is not used."""
     owns: Tensor
     """[S] number of its first tokens that the row shares with the rows of an item."""
     items: Tensor | None = None

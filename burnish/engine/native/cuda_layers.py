@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from burnish.engine.native.cache import Cache
+from burnish.model import lora
 from burnish.model.activations import swiglu
 from burnish.model.attention import Attend
 from burnish.model.transformer import Layer, Transformer, rotation
@@ -23,6 +24,7 @@ class CudaLayers:
     def __init__(self, model: Transformer, cache: Cache) -> None:
         """Compute the rotation of all positions that the cache has room for."""
         self._model, self._cache = model, cache
+        assert lora.adapter_of(model) is None, "engines run models with merged weights"
         config = model.config
         most = min(config.context, cache.count * cache.size)
         positions = torch.arange(most, device=cache.device)

@@ -31,6 +31,8 @@ from burnish.types import Completion, Finish, Weights
 AHEAD_OF_OTHERS = 8
 """Tokens per row that a GPU samples before the host reads them, while other samples wait. A row
 that ends leaves half of them unused on average."""
+FEWER = 4, 2
+"""Tokens per row that a GPU samples if there are no pages for more."""
 PUMPED = 16
 """Samples that the host extends before it gives the device more to do."""
 
@@ -115,8 +117,9 @@ class NativeEngine:
         self.scheduler.add(group)
 
     def step(self) -> list[Completion]:
-        """Compute the tokens that the scheduler plans and sample the next ones. Return the
-        completions of samples that have ended, and of aborted samples."""
+        """Read the tokens that the device has begun to draw, or that the scheduler plans if there
+        are none, and let it begin the next ones before that. Return the completions of samples that
+        have ended, and of aborted samples."""
         with hardware.on_device(self._cache.device), torch.inference_mode():
             self._take(self._block or self._begin(self.scheduler.plan()))
         done, self._undelivered = self._undelivered, []
@@ -154,8 +157,8 @@ class NativeEngine:
                 self._undelivered.append(self._complete(sequence, Finish.ABORT))
 
     def response_of(self, request_id: str) -> list[int]:
-        """Return the tokens so far of the first unfinished sample of a request; an empty list if
-        the request has no unfinished sample."""
+        """Return the tokens, as far as the host has read them, of the first unfinished sample of a
+        request; an empty list if the request has no unfinished sample."""
         group = self._groups.get(request_id)
         return [] if group is None else group.sequences[0].response
 
@@ -166,15 +169,13 @@ class NativeEngine:
         backend, samples, steps = self._backend, list(plan.counts), self._ahead(plan)
         if backend.sample_ahead is not None and steps > 1:
             block = backend.sample_ahead(samples, steps, None)
-            self.scheduler.advance(plan)
-            for sample in samples:  # until the block is read, only known tokens are computed
-                sample.computed -= 1
+            self._advance(plan)
             return block
         if not samples:
             return Step([])
         hidden = backend.hidden([TokenRun(s, s.computed, plan.counts[s]) for s in samples])
         row = {sequence: i for i, sequence in enumerate(samples)}
-        ready = self.scheduler.advance(plan)
+        ready = self._advance(plan)
         if not ready:
             return Step([])
         logits = backend.logits(hidden[self._cache.tensor([row[s] for s in ready])])
@@ -182,20 +183,27 @@ class NativeEngine:
         drawn = sampler.sample_tokens(logits, points[:, 0], heat, limited, backend.weigh)
         return Step(ready, *drawn)
 
+    def _advance(self, plan: Plan) -> list[Sequence]:
+        """Record that a plan was run; return the samples that get a new token. Until this token is
+        read, their last known token counts as not computed, so that a sample can always go on from
+        the tokens that it has."""
+        ready = self.scheduler.advance(plan)
+        for sample in ready:
+            sample.computed -= 1
+        return ready
+
     def _take(self, block: Block, *, follows: bool = True) -> None:
-        """Append the tokens of a block to their samples. Samples that end are delivered by the next
-        `step`. With ``follows``, the device first begins the next block, if there is one (see
-        `_follow`), so that it does not wait for the host."""
+        """Append the tokens of a block to their samples, and collect the completions of those that
+        end for `step`. With ``follows``, the device first begins the next block, if there is one
+        (see `_follow`), so that it does not wait for the host."""
+        self._block = None  # not to be read again if a callback fails
         next_block = self._follow(block) if follows else None
         results = block.samples, *block.read()
         for number, (sequence, tokens, logprobs) in enumerate(zip(*results, strict=True)):
             if next_block is not None and number % PUMPED == 0:
                 next_block.pump()
-            has_ended = sequence.finish is not None  # in the block before
-            if not has_ended:
+            if sequence.finish is None:  # otherwise it has ended in the block before
                 self._extend(sequence, tokens, logprobs)
-            if sequence.finish is not None and not has_ended:
-                self._undelivered.append(self._complete(sequence, sequence.finish))
         goes_on = next_block is not None and any(s.finish is None for s in next_block.samples)
         self._block = next_block if goes_on else None
 
@@ -217,6 +225,7 @@ class NativeEngine:
         scheduler, begin = self.scheduler, self._backend.sample_ahead
         if isinstance(block, Step):
             plan = scheduler.plan_unread()
+            assert not any(s.waits for s in block.samples), "it preempts no sample of the step"
             return self._begin(plan) if plan.counts else None
         alive = [sample for sample in block.samples if sample.finish is None]
         if begin is None or scheduler.some_begin or len(alive) < len(scheduler.running):
@@ -236,7 +245,7 @@ class NativeEngine:
         On a GPU, the host would take longer than the model for single tokens. Therefore several
         tokens are drawn at once if the plan only decodes, no waiting sample could start, and a GPU
         can draw within the limits of all samples. There are fewer of them if other samples wait
-        for those that end. Only tokens after a stop string are discarded.
+        for those that end, or if pages are scarce. Only tokens after a stop string are discarded.
         """
         scheduler = self.scheduler
         if self._backend.sample_ahead is None or not plan.counts:
@@ -246,7 +255,7 @@ class NativeEngine:
         if not all(map(is_drawn_ahead, {sequence.limits for sequence in plan.counts})):
             return 1
         longest = max(sequence.room for sequence in plan.counts)
-        for steps in (AHEAD, AHEAD_OF_OTHERS):
+        for steps in (AHEAD, AHEAD_OF_OTHERS, *FEWER):
             if steps < AHEAD or not scheduler.waiting:
                 steps = min(steps, longest)
                 if steps > 1 and scheduler.reserve(plan.counts, steps):
@@ -257,25 +266,26 @@ class NativeEngine:
         return sampler.draws(samples, steps, self._cache.device)
 
     def _extend(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:
-        """Append tokens to a sample, up to the one that ends it. A log-probability of NaN aborts
-        the sample."""
+        """Append tokens to a sample, up to the one that ends it, and complete the sample if it has
+        ended. A log-probability of NaN aborts the sample."""
         sound = len(tokens)
         if math.isnan(sum(logprobs)):
             sound = next(i for i, logprob in enumerate(logprobs) if math.isnan(logprob))
         drawn = sequence.forced is None
         taken = sequence.take(tokens[:sound], logprobs, self.version)
-        if self.on_tokens is not None and taken:
-            own = sequence.group.request.request_id, sequence.index
-            self.on_tokens(*own, tokens[:taken], logprobs[:taken])
         if sound < len(tokens) and sequence.finish is None:
             # Finite weights can still overflow. Only this sample is lost. Its pages are cleared,
             # because NaN would spread to their next holder even from masked slots.
-            holders = self.scheduler.pages.holders
-            self._cache.clear([page for page in sequence.pages if holders[page] == 1])
+            self._cache.clear(self.scheduler.pages.private(sequence.pages))
             sequence.finish = Finish.ABORT
         self.sampled += taken * drawn
-        if taken and not sequence.waits:  # otherwise it was preempted and is computed again
+        if taken:
             sequence.computed = len(sequence.tokens) - 1
+        if sequence.finish is not None:
+            self._undelivered.append(self._complete(sequence, sequence.finish))
+        if self.on_tokens is not None and taken:
+            own = sequence.group.request.request_id, sequence.index
+            self.on_tokens(*own, tokens[:taken], logprobs[:taken])
 
     def _complete(self, sequence: Sequence, finish: Finish) -> Completion:
         group = sequence.group

@@ -48,6 +48,10 @@ class Pages:
         """Return how many of the pages have a holder."""
         return sum(self.holders[page] > 0 for page in pages)
 
+    def private(self, pages: Iterable[int]) -> list[int]:
+        """Return those of the pages that have a single holder and are not kept."""
+        return [p for p in pages if self.holders[p] == 1 and not self._keepers[p]]
+
     def needed(self, tokens: int) -> int:
         """Return the number of pages that ``tokens`` tokens occupy."""
         return -(-tokens // self.size)

@@ -104,7 +104,7 @@ def sample_tokens(
     if len(limited.rows.get(GREEDY, ())) == len(logits):
         tokens, limited = logits.argmax(1), Limited({}, {})
     for limits, rows in limited.rows.items():
-        some = torch.tensor(rows, device=logits.device)
+        some = upload(np.array(rows), logits.device)
         if limits.forced is not None:
             tokens[some] = limits.forced
             continue
@@ -127,7 +127,7 @@ def _penalize(logits: Tensor, seen: Sequence[npt.NDArray[np.int64]], penalty: fl
     are negative (CTRL, 1909.05858, as in transformers and vLLM)."""
     width = max(map(len, seen))
     # Repeated ids only fill up the rows: each of them gets the same value.
-    ids = torch.from_numpy(np.stack([np.resize(own, width) for own in seen])).to(logits.device)
+    ids = upload(np.stack([np.resize(own, width) for own in seen]), logits.device)
     found = logits.gather(1, ids)
     return logits.scatter(1, ids, torch.where(found < 0, found * penalty, found / penalty))
 
@@ -140,7 +140,7 @@ def _limit(logits: Tensor, heat: Tensor, limits: DrawLimits) -> Tensor:
     Of these, top-p keeps the smallest set of most likely tokens that has a share of top_p of their
     probability. Min-p excludes tokens whose probability is below min_p times the largest one.
     """
-    logits[:, list(limits.banned)] = -torch.inf
+    logits[:, upload(np.array(sorted(limits.banned), np.int64), logits.device)] = -torch.inf
     if not limits.truncates:
         return logits
     left = logits

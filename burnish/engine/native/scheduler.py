@@ -1,8 +1,9 @@
 """Plan each step: which sequences compute how many tokens, and in which pages.
 
 Sequences run in order of arrival. When pages run out, the youngest sequence is preempted: it
-releases its pages and is recomputed later. The oldest therefore always advances, and every workload
-finishes whose sequences fit one by one. This module uses no tensors.
+releases its pages and is recomputed later. The oldest therefore always advances, at the latest
+after `DELAYS` steps with prompts, and every workload finishes whose sequences fit one by one. This
+module uses no tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from burnish.engine.native.pages import Pages
 from burnish.engine.native.sequence import Prefix, RequestGroup, Sequence, names_of_pages
 from burnish.engine.settings import EngineSettings
 from burnish.types import Finish
+
+DELAYS = 32
+"""Maximum number of consecutive steps with prompts for which sequences that decode wait."""
 
 
 @dataclass
@@ -40,6 +44,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = self.updates = 0
+        self._is_full = False
+        """Whether the first waiting sequence did not fit, and no pages have been released since."""
+        self._delays = 0
+        """Number of consecutive steps with prompts alone."""
 
     def add(self, group: RequestGroup) -> None:
         """Queue all samples of a request."""
@@ -47,19 +55,28 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Plan the next step and allocate its pages: first sequences that decode, then prompts in
-        progress, then waiting sequences that can start; or, with ``prompts_first``, only sequences
-        that decode if there is nothing else to compute. Sequences are preempted if pages run out.
-        The caller must copy the plan's pages, run the step, and call `advance`."""
+        progress, then waiting sequences that can start; or, with ``prompts_first``, prompts alone
+        if there are any. Sequences are preempted if pages run out. The caller must copy the plan's
+        pages, run the step, and call `advance`."""
         decoding = [sequence for sequence in self.running if sequence.pending == 1]
-        plan = self._plan([] if self.prompts_first else decoding)
-        if self.prompts_first and not plan.counts:
-            self._continue(plan, decoding, self.settings.step_limit)
+        plan = self.plan_unread()
+        if not plan.counts:
+            self._delays = 0
+            plan = self._plan(decoding)
         return plan
 
     def plan_unread(self) -> Plan:
-        """Plan the step after one whose new tokens are not known yet: only prompts, and nothing
-        unless they come first. See `plan`."""
-        return self._plan([]) if self.prompts_first else Plan()
+        """Plan a step with prompts alone, which may follow a step whose new tokens are not known
+        yet. It is empty unless prompts come first, and after `DELAYS` such steps, so that sequences
+        that decode advance. See `plan`.
+
+        No sequence that gets a token from the step before is preempted: at most one prompt is in
+        progress, it is the youngest sequence, and only the youngest is preempted.
+        """
+        if not self.prompts_first or self._delays >= DELAYS:
+            return Plan()
+        self._delays += 1
+        return self._plan([])
 
     def _plan(self, decoding: list[Sequence]) -> Plan:
         """Plan some sequences that decode, then prompts in progress, then waiting sequences."""
@@ -79,16 +96,20 @@ class Scheduler:
         return budget
 
     def only_decodes(self, plan: Plan) -> bool:
-        """Whether every sequence of the plan decodes, and no waiting sequence could start.
+        """Whether every sequence of the plan decodes, no waiting sequence could start, and no other
+        sequence waits for the plan's prompts.
 
         A count of 1 is not sufficient: the last token of a step may belong to a longer prompt.
         """
-        return not self.some_begin and all(sequence.pending == 1 for sequence in plan.counts)
+        some_wait = self.prompts_first and len(plan.counts) < len(self.running)
+        decodes = all(sequence.pending == 1 for sequence in plan.counts)
+        return decodes and not some_wait and not self.some_begin
 
     @property
     def some_begin(self) -> bool:
-        """Whether a waiting sequence could start, if there are pages for it."""
-        return bool(self.waiting) and len(self.running) < self.settings.max_running
+        """Whether a waiting sequence might start now."""
+        has_place = len(self.running) < self.settings.max_running
+        return bool(self.waiting) and has_place and not self._is_full
 
     def reserve(self, sequences: Iterable[Sequence], steps: int) -> bool:
         """Allocate pages for the next ``steps`` tokens of each sequence, but for no more than it
@@ -157,6 +178,7 @@ class Scheduler:
                     continue  # its prompt, or a prefix of it, is being computed
             shared = sequence.prefix.pages if sequence.prefix else found
             if not self._fits(sequence, self.pages.held(shared)):
+                self._is_full = True
                 return
             if not sequence.pages:
                 sequence.group.filler, sequence.update = sequence, self.updates
@@ -279,6 +301,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _evict(self, sequence: Sequence) -> None:
+        self._is_full = False
         self.pages.release(sequence.pages)
         sequence.pages, sequence.prefix, sequence.computed = [], None, 0
         if sequence.group.filler is sequence:
