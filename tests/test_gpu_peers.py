@@ -172,6 +172,7 @@ raise ImportError("no module named trl")
 """
 
 
+@pytest.mark.slow
 def test_the_whole_script_reports_its_peers(tmp_path, monkeypatch, capsys):
     cases = {name: gpu.CASES[name] for name in ("one", "32 × 8 sharing 1,024 tokens")}
     monkeypatch.setattr(gpu, "CASES", cases)

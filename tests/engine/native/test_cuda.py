@@ -256,7 +256,7 @@ def any_request(random: np.random.Generator, name: str, number: int) -> Request:
     return replace(asked, continues=random.random() < 0.3)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_nothing_that_happens_between_blocks_changes_a_token(seed: int) -> None:
     """Random requests, some submitted, aborted or met by new weights (of equal values) later, with
     few pages and rows: a sample's tokens are those that it has alone, one at a time."""
