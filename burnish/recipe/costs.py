@@ -39,6 +39,9 @@ REACHED = {"cpu": (0.65, 0.7), "cuda": (0.3, 0.7)}
 AVX-512 cores with the recipe demo-small; on a GPU, as on an H200 with `benchmarks/gpu.py`: 256
 samples at once reach 0.47 in the shape of Qwen2.5-1.5B and 0.24 in that of SmolLM2-1.7B, and
 learning 0.70 in the former shape."""
+NARROW = 0.47
+"""Share of these shares that a CPU reaches in 16 bits, where products are so fast that other
+operations take most of the time: a step of demo-medium took 27 s on two AMX cores."""
 OVERHEAD = {"cpu": 1e-4, "cuda": 2e-6}
 """Seconds per token that do not depend on the model's size, when sampling and again when learning:
 on a CPU as measured with the recipe sums on two AMX cores; on a GPU chosen so that 135 million
@@ -293,7 +296,7 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     within a factor of about two.
     """
     train, validation, objective = recipe.train, recipe.validation, recipe.objective
-    to_sample, _ = REACHED[rates.device]
+    to_sample, _ = reached(rates)
     sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
     overhead = OVERHEAD[rates.device]
     if isinstance(recipe.task, SupervisedTask):
@@ -339,13 +342,20 @@ def forward_seconds(size: Size, context: float, rates: Rates) -> float:
     parameter and, on a GPU, 4 · context · (width of all query heads) per layer for attention, where
     ``context`` is the mean number of earlier tokens that a token reads. On a GPU, an embedding that
     is not also the head counts no operations."""
-    _, to_learn = REACHED[rates.device]
+    _, to_learn = reached(rates)
     rate, widths = rates.learn_gflops * 1e9, size.widths
     if widths is None:
         return 2 * size.parameters / (rate * to_learn)
     looked_up = 0 if widths.is_tied else widths.vocabulary * widths.model
     attention = 4 * context * widths.queries * size.layers
     return 2 * (size.parameters - looked_up) / (rate * to_learn) + attention / (rate * ATTENTION)
+
+
+def reached(rates: Rates) -> tuple[float, float]:
+    """Return the shares of the measured rates that sampling and learning reach."""
+    to_sample, to_learn = REACHED[rates.device]
+    narrow = NARROW if rates.device == "cpu" and BYTES[rates.precision] < 4 else 1.0
+    return narrow * to_sample, narrow * to_learn
 
 
 def gradient_seconds(size: Size, context: float, train: TrainConfig, rates: Rates) -> float:
